@@ -1,0 +1,1 @@
+"""dear-mini and its model card."""
