@@ -1,0 +1,106 @@
+"""Multi-head attention with an optional mask per head, and the transformer block around it.
+
+B batch, N tokens, H heads, d tower width, e = d / H width of one head.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["Attention", "Block", "LayerScale", "QuickGELU"]
+
+
+class QuickGELU(nn.Module):
+    """x * sigmoid(1.702 x), the activation of OpenAI's CLIP weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Any shape, elementwise."""
+        return x * torch.sigmoid(1.702 * x)
+
+
+class LayerScale(nn.Module):
+    """A learned factor per channel on a residual branch."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., d) -> (..., d)."""
+        return x * self.gamma
+
+
+class Attention(nn.Module):
+    """Self-attention whose heads may each see different tokens.
+
+    Args:
+        width: d.
+        heads: H; divides d.
+    """
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.head_width = width // heads
+        self.in_proj = nn.Linear(width, 3 * width)
+        self.out_proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Attend.
+
+        Args:
+            x: (B, N, d).
+            mask: boolean, True where a query (row) sees a key (column): (N, N) for all heads or (H, N, N).
+                No row may be all False.
+
+        Returns:
+            (B, N, d).
+        """
+        mixed = self.mix_values(x, mask)
+        return self.out_proj(mixed.transpose(1, 2).flatten(2))
+
+    def mix_values(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Each head's attention-weighted values, before the output projection: (B, N, d) -> (B, H, N, e)."""
+        qkv = self.in_proj(x).unflatten(-1, (3, self.heads, self.head_width))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    def head_outputs(self, x: Tensor, token: int = 0) -> Tensor:
+        """What each head alone adds at one token, without the output bias (which belongs to no head).
+
+        Args:
+            x: (B, N, d), already normalised.
+            token: index of the token (0 is CLS).
+
+        Returns:
+            (B, H, d); the sum over H plus the output bias is `forward(x)[:, token]`.
+        """
+        mixed = self.mix_values(x)[:, :, token]  # (B, H, e)
+        weight = self.out_proj.weight.unflatten(1, (self.heads, self.head_width))  # (d, H, e)
+        return torch.einsum("bhe,dhe->bhd", mixed, weight)
+
+
+class Block(nn.Module):
+    """One pre-norm transformer block: x + ls_1(attention(ln_1 x)), then x + ls_2(mlp(ln_2 x))."""
+
+    def __init__(
+        self, *, width: int, heads: int, mlp_width: int, quick_gelu: bool = False, layer_scale: bool = False
+    ) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.ls_1 = LayerScale(width) if layer_scale else nn.Identity()
+        self.ln_2 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, mlp_width),
+            QuickGELU() if quick_gelu else nn.GELU(),
+            nn.Linear(mlp_width, width),
+        )
+        self.ls_2 = LayerScale(width) if layer_scale else nn.Identity()
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """(B, N, d) -> (B, N, d); `mask` as in `Attention.forward`."""
+        x = x + self.ls_1(self.attention(self.ln_1(x), mask))
+        return x + self.ls_2(self.mlp(self.ln_2(x)))
