@@ -38,12 +38,8 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
         if value is None and type(None) in args:
             return None
         return _convert(value, next(a for a in args if a is not type(None)), where)
-    if origin is tuple:
-        if not isinstance(value, (list, tuple)):
-            raise ConfigError(f"{where} is {value!r}; a list is expected", field=where)
-        if args[-1] is not Ellipsis and len(value) != len(args):
-            raise ConfigError(f"{where} has {len(value)} items; {len(args)} are expected", field=where)
-        return tuple(_convert(v, args[0], f"{where}[{i}]") for i, v in enumerate(value))
+    if origin in (tuple, dict):
+        return _convert_items(value, origin, args, where)
     if isinstance(hint, type) and issubclass(hint, StrictConfig):
         return value if isinstance(value, hint) else hint.from_dict(value, where=where)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
@@ -51,6 +47,21 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
     if isinstance(hint, type) and (not isinstance(value, hint) or (hint is int and isinstance(value, bool))):
         raise ConfigError(f"{where} is {value!r}; {hint.__name__} is expected", field=where)
     return value
+
+
+def _convert_items(value: Any, origin: type, args: tuple[Any, ...], where: str) -> Any:
+    """A list as the annotated tuple, a table as the annotated dict with text keys."""
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{where} is {value!r}; a table is expected", field=where)
+        return {
+            _convert(k, args[0], where): _convert(v, args[1], f"{where}[{k!r}]") for k, v in value.items()
+        }
+    if not isinstance(value, (list, tuple)):
+        raise ConfigError(f"{where} is {value!r}; a list is expected", field=where)
+    if args[-1] is not Ellipsis and len(value) != len(args):
+        raise ConfigError(f"{where} has {len(value)} items; {len(args)} are expected", field=where)
+    return tuple(_convert(v, args[0], f"{where}[{i}]") for i, v in enumerate(value))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +78,9 @@ class StrictConfig:
         known = {f.name: f for f in dataclasses.fields(cls)}
         for key in data:
             if key not in known:
-                raise ConfigError(f"{name} has no option {key!r}; known are {', '.join(known)}", field=str(key))
+                raise ConfigError(
+                    f"{name} has no option {key!r}; known are {', '.join(known)}", field=str(key)
+                )
         values = {k: _convert(v, hints[k], f"{where}.{k}" if where else k) for k, v in data.items()}
         missing = [
             k
@@ -125,7 +138,8 @@ class VisionConfig(StrictConfig):
         _check_tower(self.width, self.heads, self.layers)
         if self.image_size % self.patch_size:
             raise ConfigError(
-                f"image_size {self.image_size} is not a multiple of patch_size {self.patch_size}", field="image_size"
+                f"image_size {self.image_size} is not a multiple of patch_size {self.patch_size}",
+                field="image_size",
             )
 
     @property
@@ -179,18 +193,21 @@ class DearConfig(StrictConfig):
     def __post_init__(self) -> None:
         if len(set(self.attributes)) != len(self.attributes) or "class" in self.attributes:
             raise ConfigError(
-                f"attributes are {', '.join(self.attributes)}; names must be distinct and not 'class'", field="attributes"
+                f"attributes are {', '.join(self.attributes)}; names must be distinct and not 'class'",
+                field="attributes",
             )
         if not 0.0 <= self.beta <= 1.0:
             raise ConfigError(f"beta is {self.beta}; it is a share between 0 and 1", field="beta")
         if not 0.0 < self.alpha_cls <= 1.0 or (self.alpha_cls == 1.0 and self.attributes):
-            raise ConfigError(f"alpha_cls is {self.alpha_cls}; it lies strictly between 0 and 1", field="alpha_cls")
+            raise ConfigError(
+                f"alpha_cls is {self.alpha_cls}; it lies strictly between 0 and 1", field="alpha_cls"
+            )
         if self.text_tokens < 0:
             raise ConfigError(f"text_tokens is {self.text_tokens}; 0 or more", field="text_tokens")
 
 
 def default_first_block(layers: int) -> int:
-    """J for a tower of `layers` blocks: the last third joins, 9 of 12 (method.md §0, ours for other depths)."""
+    """J for a tower of `layers` blocks: the last third joins, 9 of 12 (method.md §0; ours elsewhere)."""
     return layers - layers // 3 + 1
 
 

@@ -1,0 +1,336 @@
+"""The bundle, a folder that holds an adapted model: its paths, manifest, hashes and atomic writes. No torch.
+
+Safetensors and JSON only; nothing is ever unpickled. `dear.json`, the manifest, names every other file
+with its size and sha256. A bundle is written beside its place and renamed into it (`dear_serve.atomic`):
+readers see the old bundle or the new one, whole, even if the writer is killed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from dear_serve import __version__
+from dear_serve.atomic import FolderWriter, recover_folder
+from dear_serve.errors import BundleError, ConfigError
+from dear_serve.manifest import FORMAT_VERSION, MANIFEST_NAME, BaseRef, FileEntry, Manifest, Readout
+
+if TYPE_CHECKING:
+    from dear_serve.dear.roles import Roles
+
+__all__ = [
+    "FORMAT_VERSION",
+    "BaseRef",
+    "Bundle",
+    "BundlePaths",
+    "BundleWriter",
+    "FileEntry",
+    "Manifest",
+    "Readout",
+    "load_arrays",
+    "save_arrays",
+    "sha256_file",
+]
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class BundlePaths:
+    """Every path of a bundle's folder (architecture.md, "The bundle")."""
+
+    root: Path
+
+    @property
+    def manifest(self) -> Path:
+        return self.root / MANIFEST_NAME
+
+    @property
+    def adapter(self) -> Path:
+        """What was learned: tokens, attribute projection, text tokens, fusion weights."""
+        return self.root / "adapter.safetensors"
+
+    @property
+    def readouts(self) -> Path:
+        """Basis matrices (r, D) float32 of the span readouts, under their attribute's name."""
+        return self.root / "readouts.safetensors"
+
+    @property
+    def roles(self) -> Path:
+        return self.root / "roles.json"
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.root / "tokenizer.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report.html"
+
+    @property
+    def onnx(self) -> Path:
+        return self.root / "onnx"
+
+    @property
+    def export_report(self) -> Path:
+        return self.root / "onnx" / "export.json"
+
+    @property
+    def trt(self) -> Path:
+        return self.root / "trt"
+
+
+def sha256_file(path: Path) -> str:
+    """sha256 of a file's content in hexadecimal, read in pieces of 1 MiB."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while piece := stream.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def save_arrays(path: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+    """Write a safetensors file; arrays are made contiguous first."""
+    save_file({name: np.ascontiguousarray(a) for name, a in arrays.items()}, path)
+
+
+def load_arrays(path: Path) -> Arrays:
+    """Arrays of a safetensors file by name. Raises BundleError if it is absent or not one."""
+    try:
+        return dict(load_file(path))
+    except FileNotFoundError as error:
+        raise BundleError(f"{path.name} is missing from the bundle; make the bundle again") from error
+    except SafetensorError as error:
+        raise BundleError(
+            f"{path.name} is not a safetensors file ({error}); make the bundle again"
+        ) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bundle:
+    """An opened bundle: manifest read and, unless told otherwise, every file checked."""
+
+    manifest: Manifest
+    paths: BundlePaths
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], *, verify: bool = True) -> Bundle:
+        """Open the bundle in folder `path`.
+
+        Args:
+            path: the folder; a replacement of it that was killed half-way is mended first.
+            verify: also read every file and compare its sha256; sizes are always compared.
+
+        Raises:
+            BundleError: no bundle there, an unknown format version, or a file that is missing or is not what
+                the manifest says (the message names the file and both values).
+        """
+        paths = BundlePaths(Path(path))
+        try:
+            recover_folder(paths.root.resolve())
+        except OSError as error:
+            raise BundleError(
+                f"{path} was left half replaced and cannot be mended here ({error.strerror}); "
+                f"rename the newest .{paths.root.name}.old-* beside it to {paths.root.name}"
+            ) from error
+        bundle = cls(manifest=_read_manifest(paths), paths=paths)
+        for name, entry in bundle.manifest.files.items():
+            _check_file(paths.root / name, name, entry, verify=verify)
+        bundle.basis()
+        return bundle
+
+    @property
+    def name(self) -> str:
+        """The folder's name."""
+        return self.paths.root.resolve().name
+
+    @property
+    def sha256(self) -> str:
+        """`Manifest.identity`: what a gallery remembers of the bundle that made its vectors."""
+        return self.manifest.identity()
+
+    def file(self, name: str) -> Path:
+        """Path of a listed file, such as "onnx/image.onnx"; BundleError if the manifest does not list it."""
+        if name not in self.manifest.files:
+            raise BundleError(f"{MANIFEST_NAME} lists no {name}; run: dear-export {self.paths.root}")
+        return self.paths.root / name
+
+    def roles(self) -> Roles:
+        """The fixed head roles; BundleError if they belong to another base or other attributes."""
+        from dear_serve.dear.roles import Roles
+
+        roles = Roles.load(self.file("roles.json"))
+        base, dear = self.manifest.base, self.manifest.dear
+        for what, found, expected in (
+            ("base weights", roles.base_sha256, base.sha256),
+            ("first block", roles.first_block, dear.first_block),
+            ("attributes", tuple(roles.attributes), dear.attributes),
+        ):
+            if found != expected:
+                raise BundleError(f"roles.json is for {what} {found}; {MANIFEST_NAME} says {expected}")
+        return roles
+
+    def basis(self) -> dict[str, npt.NDArray[np.float32]]:
+        """Q (r, D) float32 of each span readout by attribute; BundleError on a wrong name, shape or dtype."""
+        spans = [r.attribute for r in self.manifest.readouts if r.kind == "span"]
+        if not spans:
+            return {}
+        arrays = load_arrays(self.file("readouts.safetensors"))
+        width = self.manifest.base.clip.embed_dim
+        for name in spans:
+            array = arrays.get(name)
+            if array is None:
+                raise BundleError(
+                    f"readouts.safetensors lacks {name!r}; it holds {', '.join(sorted(arrays)) or 'nothing'}"
+                )
+            if (
+                array.ndim != 2
+                or array.shape[1] != width
+                or not 1 <= array.shape[0] <= width
+                or array.dtype != np.float32
+            ):
+                raise BundleError(
+                    f"basis of {name!r} is {array.dtype} {array.shape}; float32 (r, {width}) is needed"
+                )
+        return {name: arrays[name] for name in spans}
+
+    def replace_folder(
+        self,
+        name: Literal["onnx", "trt"],
+        fill: Callable[[Path], None],
+        *,
+        update: Callable[[Manifest], Manifest] | None = None,
+    ) -> Bundle:
+        """Add or replace a sub-folder and the manifest, both or neither.
+
+        Args:
+            name: the sub-folder.
+            fill: writes the new content into the empty folder it is given; if it raises, nothing changes.
+            update: makes the new manifest out of the old one (`files` is then set here).
+
+        Returns:
+            The bundle as it is now, opened.
+        """
+        with BundleWriter(self.paths.root) as writer:
+            for relative in self.manifest.files:
+                if not relative.startswith(f"{name}/"):
+                    _link(self.paths.root / relative, writer.paths.root / relative)
+            folder = writer.paths.root / name
+            folder.mkdir()
+            fill(folder)
+            return writer.commit(update(self.manifest) if update else self.manifest)
+
+
+def _link(source: Path, target: Path) -> None:
+    """Hard link, or a copy where the file system has none: unchanged files cost nothing."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def _read_manifest(paths: BundlePaths) -> Manifest:
+    try:
+        data = json.loads(paths.manifest.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise BundleError(
+            f"{paths.root} holds no {MANIFEST_NAME}; make a bundle with: python -m training.run DATA"
+        ) from error
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise BundleError(f"{paths.manifest} is not JSON ({error}); make the bundle again") from error
+    version = data.get("format_version") if isinstance(data, dict) else None
+    if version != FORMAT_VERSION:
+        raise BundleError(
+            f"{paths.manifest} has format_version {version!r}; this library reads {FORMAT_VERSION}: "
+            "make the bundle again, or install the dear-serve that wrote it"
+        )
+    try:
+        return Manifest.from_dict(data)
+    except ConfigError as error:
+        raise BundleError(f"{paths.manifest}: {error.message}", field=error.field) from error
+
+
+def _check_file(path: Path, name: str, entry: FileEntry, *, verify: bool) -> None:
+    if not path.is_file():
+        raise BundleError(
+            f"{name} is missing from the bundle {path.parents[name.count('/')]}; make the bundle again"
+        )
+    size = path.stat().st_size
+    if size != entry.size:
+        raise BundleError(
+            f"{name} has {size} bytes; {MANIFEST_NAME} says {entry.size}: the file was cut or changed"
+        )
+    if verify:
+        found = sha256_file(path)
+        if found != entry.sha256:
+            raise BundleError(
+                f"{name} has sha256 {found}; {MANIFEST_NAME} says {entry.sha256}: the file was changed"
+            )
+
+
+class BundleWriter:
+    """Context manager that makes or replaces a bundle as a whole.
+
+    Write the files into `paths` (a temporary folder beside the target), then call `commit`. Leaving without
+    it, or by an exception, leaves the old bundle, if there was one, untouched.
+
+    Args:
+        path: folder of the bundle to be; something there that is not a bundle or an empty folder is refused.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._target = Path(path)
+        self._writer = FolderWriter(self._target)
+        self.paths = BundlePaths(self._writer.temporary)
+
+    def __enter__(self) -> BundleWriter:
+        target = self._target
+        if (
+            target.exists()
+            and not (target / MANIFEST_NAME).is_file()
+            and not (target.is_dir() and not any(target.iterdir()))
+        ):
+            raise BundleError(f"{target} exists and is not a bundle; choose another path or remove it")
+        try:
+            self._writer.__enter__()
+        except OSError as error:
+            raise BundleError(
+                f"cannot write beside {target} ({error.strerror}); choose another path"
+            ) from error
+        return self
+
+    def commit(self, manifest: Manifest) -> Bundle:
+        """List every file written (size, hash) in `manifest`, write it, and put the bundle in its place."""
+        root = self.paths.root
+        files = {
+            path.relative_to(root).as_posix(): FileEntry(sha256=sha256_file(path), size=path.stat().st_size)
+            for path in sorted(root.rglob("*"))
+            if path.is_file() and path != self.paths.manifest
+        }
+        complete = replace(manifest, files=files, library_version=__version__)
+        text = json.dumps(complete.to_dict(), indent=2, ensure_ascii=False, allow_nan=False)
+        self.paths.manifest.write_text(text + "\n", encoding="utf-8")
+        self._writer.commit()
+        return Bundle.open(self._target, verify=False)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._writer.__exit__(kind, error, trace)
