@@ -1,0 +1,1 @@
+"""Training: makes bundles from pictures. Imports dear_serve, never export or service."""

@@ -1,0 +1,315 @@
+"""The attribute world: scenes with exact attributes, and their pictures.
+
+A scene is an object's icon on a badge that has a shape, a color, a texture and a place in a 64x64 picture. Every
+attribute is known exactly, so captions have exact truth (`training.captions`) and any skill of a model trained on the
+world can be measured attribute by attribute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from dear_serve.errors import ConfigError
+from training.world_masks import (
+    BACKGROUND,
+    BADGE_ANGLES,
+    GLYPH,
+    ICON_ANGLES,
+    ICON_EXTENTS,
+    PATCH,
+    SCALES,
+    TEXTURE_VARIANTS,
+    background_bank,
+    dilate,
+    glyph_bank,
+    noise_bank,
+    shape_bank,
+    texture_bank,
+)
+from training.world_vocab import ATTRIBUTES, COLORS, ICONS, LOCATIONS, SHAPES, TEXTURES, object_names
+
+SIZE = 64  # side of a picture, pixels
+STYLES = ("print", "outline", "night", "dusk")
+TRAIN_STYLES = ("print", "outline")  # night and dusk are kept for the demo task and for tests of transfer
+SPLITS = ("train", "heldout", "any")
+
+# Pairs of attributes with combinations kept out of training, and the two factors of the rule.
+HELD_OUT_PAIRS = (("object", "color", 3, 5), ("shape", "texture", 3, 2), ("location", "color", 2, 3))
+HELD_OUT_MODULUS = 7
+
+_CENTERS = np.array([18, 32, 46])
+_JITTER = 2
+_MARGIN = 10  # canvas beyond the picture, so that every badge's square lies on it
+_CANVAS = SIZE + 2 * _MARGIN
+_CHUNK = 32  # pictures composed at a time, to stay in the processor's cache
+
+# First and second tone of each color, RGB 0..255.
+_TONES = {
+    "red": ((212, 28, 34), (255, 148, 140)),
+    "orange": ((246, 128, 16), (255, 205, 140)),
+    "yellow": ((250, 218, 30), (196, 156, 0)),
+    "green": ((34, 148, 54), (150, 222, 150)),
+    "blue": ((28, 84, 214), (146, 188, 255)),
+    "purple": ((122, 40, 170), (206, 156, 236)),
+    "pink": ((250, 112, 184), (255, 206, 230)),
+    "brown": ((118, 68, 30), (190, 142, 96)),
+    "black": ((22, 22, 26), (104, 104, 110)),
+    "white": ((253, 253, 253), (196, 198, 202)),
+    "gray": ((128, 130, 134), (186, 188, 192)),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenes:
+    """A batch of scenes: per attribute an index into its names, and per scene an index into STYLES.
+
+    Every field is (B,) int64; equal lengths and ranges are the caller's promise, checked by `World.render`.
+    """
+
+    color: np.ndarray
+    shape: np.ndarray
+    texture: np.ndarray
+    object: np.ndarray
+    location: np.ndarray
+    style: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.color)
+
+    def attributes(self) -> np.ndarray:
+        """The attribute indices, (B, 5) int64, columns in the order of ATTRIBUTES."""
+        return np.stack([self.color, self.shape, self.texture, self.object, self.location], axis=1)
+
+    def select(self, index: np.ndarray | slice) -> Scenes:
+        """The scenes at `index`."""
+        return scenes_from(self.attributes()[index], self.style[index])
+
+
+def scenes_from(attributes: np.ndarray, style: np.ndarray) -> Scenes:
+    """Scenes of attribute indices (B, 5), columns as in ATTRIBUTES, and styles (B,)."""
+    color, shape, texture, object_, location = np.asarray(attributes, np.int64).T
+    return Scenes(
+        color=color,
+        shape=shape,
+        texture=texture,
+        object=object_,
+        location=location,
+        style=np.asarray(style, np.int64),
+    )
+
+
+def is_held_out(attributes: np.ndarray) -> np.ndarray:
+    """Which attribute rows (B, 5) hold a combination kept out of training; (B,) bool (rule ours).
+
+    The rule: a pair of values (a, b) of (object, color), (shape, texture) or (location, color) is held out when
+    `p * a + q * b` is divisible by 7, with (p, q) = (3, 5), (3, 2), (2, 3). That is one in seven combinations of each
+    pair, spread so that every single value still occurs in training with most partners; a scene is held out if any of
+    its three pairs is.
+    """
+    held = np.zeros(len(attributes), bool)
+    for first, second, p, q in HELD_OUT_PAIRS:
+        a, b = attributes[:, ATTRIBUTES.index(first)], attributes[:, ATTRIBUTES.index(second)]
+        held |= (p * a + q * b) % HELD_OUT_MODULUS == 0
+    return held
+
+
+def _check_sampling(n: int, split: str, styles: Sequence[str]) -> None:
+    if n < 0:
+        raise ConfigError(f"cannot sample {n} scenes; give 0 or more")
+    if split not in SPLITS:
+        raise ConfigError(f"unknown split {split!r}; choose one of {', '.join(SPLITS)}")
+    unknown = [style for style in styles if style not in STYLES]
+    if unknown or not styles:
+        raise ConfigError(f"unknown styles {unknown}; choose from {', '.join(STYLES)}")
+
+
+def sample_scenes(
+    rng: np.random.Generator,
+    n: int,
+    *,
+    split: str = "train",
+    styles: Sequence[str] = TRAIN_STYLES,
+    n_objects: int | None = None,
+) -> Scenes:
+    """`n` scenes with uniform, independent attributes, restricted to a split of the combinations.
+
+    Args:
+        rng: the source of randomness; equal states give equal scenes.
+        n: number of scenes.
+        split: "train" (no held-out combination), "heldout" (at least one, see `is_held_out`) or "any".
+        styles: style names to draw from uniformly; a name given twice is drawn twice as often.
+        n_objects: draw from the first `n_objects` objects only.
+
+    Raises:
+        ConfigError: unknown split or style, or a count out of range.
+    """
+    _check_sampling(n, split, styles)
+    sizes = [len(COLORS), len(SHAPES), len(TEXTURES), len(object_names(n_objects)), len(LOCATIONS)]
+    rows = rng.integers(0, sizes, (n, len(sizes)))
+    while split != "any":
+        wrong = np.flatnonzero(is_held_out(rows) != (split == "heldout"))
+        if not len(wrong):
+            break
+        rows[wrong] = rng.integers(0, sizes, (len(wrong), len(sizes)))
+    choice = np.array([STYLES.index(style) for style in styles])
+    return scenes_from(rows, choice[rng.integers(0, len(choice), n)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Draw:
+    """Everything random about a batch of pictures, each field (B, ...)."""
+
+    background: np.ndarray  # (B, 3) bank index, row, column
+    noise: np.ndarray  # (B, 3) bank index, row, column
+    amplitude: np.ndarray  # (B,) noise, in gray levels
+    gain: np.ndarray  # (B,) brightness factor
+    badge: np.ndarray  # (B, 4) scale, angle, texture variant, spare
+    jitter: np.ndarray  # (B, 2) pixels
+    icon: np.ndarray  # (B, 2) extent, angle
+    shift: np.ndarray  # (B, 2) icon against badge, pixels
+    tint: np.ndarray  # (B, 3) added to the badge's color
+    ink: np.ndarray  # (B, 2) gray-level changes of ink and halo
+
+
+def _draw(rng: np.random.Generator, n: int, backgrounds: int, noises: int) -> _Draw:
+    room, noise_room = BACKGROUND - _CANVAS + 1, BACKGROUND - SIZE + 1
+    return _Draw(
+        background=rng.integers(0, [backgrounds, room, room], (n, 3)),
+        noise=rng.integers(0, [noises, noise_room, noise_room], (n, 3)),
+        amplitude=rng.uniform(1, 7, n).astype(np.float32),
+        gain=rng.uniform(0.88, 1.06, n).astype(np.float32),
+        badge=rng.integers(0, [len(SCALES), len(BADGE_ANGLES), TEXTURE_VARIANTS], (n, 3)),
+        jitter=rng.integers(-_JITTER, _JITTER + 1, (n, 2)),
+        icon=rng.integers(0, [len(ICON_EXTENTS), len(ICON_ANGLES)], (n, 2)),
+        shift=rng.integers(-1, 2, (n, 2)),
+        tint=rng.normal(0, 5, (n, 3)).astype(np.float32),
+        ink=rng.uniform(0, 22, (n, 2)).astype(np.float32),
+    )
+
+
+def _palette() -> np.ndarray:
+    """First tone, second tone and edge of each color in each style, (styles, colors, 3, 3) float32."""
+    tones = np.array([_TONES[color] for color in COLORS], np.float32)
+    first, second = tones[:, 0], tones[:, 1]
+    light = first + (255 - first) * 0.35
+    light[COLORS.index("black")] = 96
+    pale = first + (255 - first) * 0.7
+    pale[COLORS.index("black")], pale[COLORS.index("gray")] = 150, 196
+    vivid = first.copy()
+    vivid[COLORS.index("white")] = 200
+    rows = {
+        "print": (first, second, first * 0.62),
+        "outline": (pale, vivid, first * 0.9),
+        "night": (first * 0.16 + 6, light * 0.55, light),
+        "dusk": (first, second, light),
+    }
+    return np.stack([np.stack(rows[style], axis=1) for style in STYLES])
+
+
+class World:
+    """Renders scenes; holds the masks, made once (a second or two).
+
+    Args:
+        n_objects: draw only the first `n_objects` objects (default: all); fewer are made faster.
+
+    Raises:
+        MissingDependencyError: the icon font isn't installed.
+        ConfigError: `n_objects` is out of range.
+    """
+
+    def __init__(self, n_objects: int | None = None) -> None:
+        self.n_objects = len(object_names(n_objects))
+        self._fill, thin = shape_bank(1.5)
+        _, thick = shape_bank(2.6)
+        self._edge = np.stack([thin, thick])
+        self._texture = texture_bank()
+        glyphs = glyph_bank(ICONS[: self.n_objects])
+        contours = dilate(glyphs, 1.0) - glyphs
+        self._glyph = np.stack([glyphs, contours])
+        self._halo = np.stack([dilate(glyphs, 2.3), dilate(glyphs, 3.0)])
+        self._background = background_bank().reshape(-1, BACKGROUND, BACKGROUND * 3)
+        self._noise = noise_bank().reshape(-1, BACKGROUND, BACKGROUND * 3)
+        self._palette = _palette()
+        self._dark = np.array([style in ("night", "dusk") for style in STYLES])
+        self._lined = np.array([style in ("outline", "night") for style in STYLES]).astype(np.int64)
+
+    def render(self, scenes: Scenes, rng: np.random.Generator) -> np.ndarray:
+        """Pictures of `scenes`, (B, 64, 64, 3) uint8 RGB; what a scene leaves open comes from `rng`.
+
+        Raises:
+            ConfigError: a scene's object is beyond this world's `n_objects`, or an index is negative.
+        """
+        if len(scenes) and (scenes.object.max() >= self.n_objects or scenes.attributes().min() < 0):
+            raise ConfigError(
+                f"a scene shows object {scenes.object.max()}, this world has {self.n_objects}; "
+                "make it with a larger n_objects"
+            )
+        draw = _draw(rng, len(scenes), len(self._background), len(self._noise))
+        out = np.empty((len(scenes), SIZE, SIZE, 3), np.uint8)
+        for start in range(0, len(scenes), _CHUNK):
+            part = slice(start, start + _CHUNK)
+            cut = _Draw(**{name: value[part] for name, value in vars(draw).items()})
+            out[part] = self._compose(scenes.select(part), cut)
+        return out
+
+    def _compose(self, scenes: Scenes, draw: _Draw) -> np.ndarray:
+        n = len(scenes)
+        rows = np.arange(n)
+        dark = self._dark[scenes.style]
+        crops = sliding_window_view(self._background, (_CANVAS, _CANVAS * 3), axis=(1, 2))
+        index, top, left = draw.background.T
+        canvas = crops[index, top, left * 3].astype(np.float32)
+        canvas[dark] = 10 + (250 - canvas[dark]) * 0.42
+
+        center = np.stack([_CENTERS[scenes.location // 3], _CENTERS[scenes.location % 3]], axis=1)
+        y, x = (center + draw.jitter + _MARGIN - PATCH // 2).T
+        squares = sliding_window_view(canvas, (PATCH, PATCH * 3), axis=(1, 2), writeable=True)
+        patch = self._badge(squares[rows, y, x * 3].reshape(n, PATCH, PATCH, 3), scenes, draw)
+        self._icon(patch, scenes, draw)
+        squares[rows, y, x * 3] = patch.reshape(n, PATCH, PATCH * 3)
+
+        inner = slice(_MARGIN, _MARGIN + SIZE)
+        picture = canvas[:, inner, inner.start * 3 : inner.stop * 3] * draw.gain[:, None, None]
+        fields = sliding_window_view(self._noise, (SIZE, SIZE * 3), axis=(1, 2))
+        index, top, left = draw.noise.T
+        picture += fields[index, top, left * 3] * draw.amplitude[:, None, None]
+        return np.clip(picture, 0, 255).astype(np.uint8).reshape(n, SIZE, SIZE, 3)
+
+    def _badge(self, patch: np.ndarray, scenes: Scenes, draw: _Draw) -> np.ndarray:
+        """`patch` (B, PATCH, PATCH, 3) float32 with the badge on it."""
+        scale, angle, variant = draw.badge.T
+        tones = self._palette[scenes.style, scenes.color] + draw.tint[:, None]
+        first, second, edge = (tones[:, i, None, None] for i in range(3))
+        pattern = _alpha(self._texture[scenes.texture, variant])
+        body = first + (second - first) * pattern
+        patch += (body - patch) * _alpha(self._fill[scenes.shape, scale, angle])
+        rim = self._edge[self._lined[scenes.style], scenes.shape, scale, angle]
+        patch += (edge - patch) * _alpha(rim)
+        return patch
+
+    def _icon(self, patch: np.ndarray, scenes: Scenes, draw: _Draw) -> None:
+        """Draw icon and halo into `patch` in place."""
+        n = len(scenes)
+        extent, angle = draw.icon.T
+        flat = patch.reshape(n, PATCH, PATCH * 3)
+        squares = sliding_window_view(flat, (GLYPH, GLYPH * 3), axis=(1, 2), writeable=True)
+        y, x = ((PATCH - GLYPH) // 2 + draw.shift).T
+        rows = np.arange(n)
+        square = squares[rows, y, x * 3].reshape(n, GLYPH, GLYPH, 3)
+        dark = self._dark[scenes.style]
+        low, high = 14 + draw.ink[:, 0], 252 - draw.ink[:, 1]
+        ink, halo = np.where(dark, high, low), np.where(dark, low, high)
+        lined = self._lined[scenes.style]
+        key = (lined, scenes.object, extent, angle)
+        square += (halo[:, None, None, None] - square) * _alpha(self._halo[key])
+        square += (ink[:, None, None, None] - square) * _alpha(self._glyph[key])
+        squares[rows, y, x * 3] = square.reshape(n, GLYPH, GLYPH * 3)
+
+
+def _alpha(mask: np.ndarray) -> np.ndarray:
+    """A uint8 mask (B, H, W) as opacity (B, H, W, 1) float32 in 0..1."""
+    return (mask.astype(np.float32) * np.float32(1 / 255))[..., None]
