@@ -1,7 +1,7 @@
 """Captions of the attribute world: texts that say some attributes of a scene, and their exact truth.
 
-A caption is a partial assignment: for every attribute an index into its names, or -1 where it says nothing. Whether
-it is true of a picture follows from the scene alone, so a contrastive loss can use the full truth matrix.
+A caption is a partial assignment: for every attribute an index into its names, or -1 where it says nothing.
+Whether it is true of a picture follows from the scene alone, so a contrastive loss can use the full truth matrix.
 """
 
 from __future__ import annotations
@@ -24,18 +24,23 @@ _PREFIX_WORDS = 8  # a prefix only goes before a short text: the text tower read
 
 # Wordings of one attribute alone; {} is its value, with an article where the template says {a}.
 _SEEN = {
-    "color": ("something {}", "a {} thing", "{a} one", "the color {}"),
+    "color": ("something {}", "{a} thing", "{a} one", "the color {}"),
     "shape": ("{a}", "something on {a}", "{a} shape", "a picture of {a}"),
-    "texture": ("something {}", "a {} thing", "{a} one", "the texture {}"),
+    "texture": ("something {}", "{a} thing", "{a} one", "the texture {}"),
     "object": ("{a}", "a picture of {a}", "an image of {a}", "a drawing of {a}"),
     "location": ("something at the {}", "a thing at the {}", "one at the {}", "at the {}"),
 }
 _UNSEEN = {
-    "color": ("it is {}", "this picture is {}", "{} colored", "a thing of {} color"),
-    "shape": ("it is {a}", "this is {a}", "an object shaped like {a}", "a thing on {a}"),
-    "texture": ("it is {}", "this picture is {}", "a {} pattern", "a thing of {} texture"),
+    "color": ("it is {}", "this picture is {}", "a picture of something {}", "an image of {a} thing"),
+    "shape": ("it is {a}", "this is {a}", "an image of something on {a}", "a thing on {a}"),
+    "texture": ("it is {}", "this picture is {}", "a picture of something {}", "an image of {a} thing"),
     "object": ("it is {a}", "this is {a}", "one picture of {a}", "the {}"),
-    "location": ("it is at the {}", "the {}", "this is at the {}", "a picture at the {}"),
+    "location": (
+        "it is at the {}",
+        "the {}",
+        "a picture of something at the {}",
+        "an image of one at the {}",
+    ),
 }
 WORDINGS = {"seen": _SEEN, "unseen": _UNSEEN}
 
@@ -52,7 +57,7 @@ class Captions:
 
 
 def _fill(template: str, value: str) -> str:
-    return template.replace("{a}", with_article(value.split(" "))).replace("{}", value)
+    return template.replace("{a}", with_article(value)).replace("{}", value)
 
 
 def attribute_prompts(
@@ -62,7 +67,7 @@ def attribute_prompts(
 
     Args:
         attribute: one of ATTRIBUTES.
-        wording: "seen" (the wordings of the training captions) or "unseen" (wordings that never occur in them).
+        wording: "seen" (the wordings of the training captions) or "unseen" (never among them).
         n_objects: for "object", only the first so many.
 
     Raises:
@@ -87,22 +92,22 @@ def _thing(color: int, shape: int, texture: int, object_: int, choice: int) -> s
     """The noun phrase of a caption; its location comes after it."""
     looks = [VOCABULARY[name][i] for name, i in (("color", color), ("texture", texture)) if i != UNSAID]
     if shape != UNSAID:
-        badge = with_article([*looks, VOCABULARY["shape"][shape]])
+        badge = with_article(VOCABULARY["shape"][shape], *looks)
         if object_ == UNSAID:
             return badge if choice % 3 else f"something on {badge}"
-        icon = with_article(VOCABULARY["object"][object_].split(" "))
+        icon = with_article(VOCABULARY["object"][object_])
         return f"{icon} on {badge}" if choice % 3 else f"{badge} with {icon}"
     if object_ != UNSAID:
-        return with_article([*looks, *VOCABULARY["object"][object_].split(" ")])
+        return with_article(VOCABULARY["object"][object_], *looks)
     if not looks:
         return ("something", "a thing", "one")[choice % 3]
     if choice % 2:
-        return with_article([*looks, ("thing", "one")[choice // 2 % 2]])
+        return with_article(("thing", "one")[choice // 2 % 2], *looks)
     return f"something {' and '.join(looks) if choice // 2 % 2 else ' '.join(looks)}"
 
 
 def describe(parts: Sequence[int], *, choice: int = 0) -> str:
-    """A text that says exactly the attributes of `parts` (5 indices in the order of ATTRIBUTES, -1 for unsaid).
+    """A text that says exactly the attributes of `parts` (5 indices as in ATTRIBUTES, -1 for unsaid).
 
     `choice` (0 or more) picks among the wordings; equal arguments give equal texts.
 
@@ -134,10 +139,9 @@ def captions_of(parts: np.ndarray, rng: np.random.Generator) -> Captions:
 
 
 def sample_captions(rng: np.random.Generator, scenes: Scenes) -> Captions:
-    """Three true captions a scene, 3 B in all: first every object alone, then one other attribute each, then a subset.
+    """Three true captions a scene, 3 B in all: B objects alone, then B other attributes alone, then B subsets.
 
-    The subset is uniform over sets of two to five attributes' inclusion (each said with probability one half, drawn
-    again where fewer than two are said).
+    Caption i, B + i and 2 B + i are of scene i. A subset says two to five attributes, all such sets equally often.
     """
     truth = scenes.attributes()
     rows = np.arange(len(truth))

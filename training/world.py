@@ -1,8 +1,8 @@
 """The attribute world: scenes with exact attributes, and their pictures.
 
-A scene is an object's icon on a badge that has a shape, a color, a texture and a place in a 64x64 picture. Every
-attribute is known exactly, so captions have exact truth (`training.captions`) and any skill of a model trained on the
-world can be measured attribute by attribute.
+A scene is an object's icon on a badge that has a shape, a color, a texture and a place in a 64x64 picture.
+Every attribute is known exactly, so captions have exact truth (`training.captions`) and any skill of a model
+trained on the world can be measured attribute by attribute.
 """
 
 from __future__ import annotations
@@ -106,9 +106,9 @@ def is_held_out(attributes: np.ndarray) -> np.ndarray:
     """Which attribute rows (B, 5) hold a combination kept out of training; (B,) bool (rule ours).
 
     The rule: a pair of values (a, b) of (object, color), (shape, texture) or (location, color) is held out when
-    `p * a + q * b` is divisible by 7, with (p, q) = (3, 5), (3, 2), (2, 3). That is one in seven combinations of each
-    pair, spread so that every single value still occurs in training with most partners; a scene is held out if any of
-    its three pairs is.
+    `p * a + q * b` is divisible by 7, with (p, q) = (3, 5), (3, 2), (2, 3). That is one in seven combinations of
+    each pair, spread so that every single value still occurs in training with most partners; a scene is held out
+    if any of its three pairs is.
     """
     held = np.zeros(len(attributes), bool)
     for first, second, p, q in HELD_OUT_PAIRS:

@@ -1,7 +1,7 @@
-"""Masks the world is composed of: badge shapes, texture fields, icon glyphs, backgrounds and noise, made once.
+"""Masks the world is composed of: badge shapes, textures, icon glyphs, backgrounds and noise, made once.
 
-All banks are deterministic (a fixed seed of their own), so a rendered picture depends on the scene and the caller's
-random generator alone.
+All banks are deterministic (a fixed seed of their own), so a rendered picture depends on the scene and the
+caller's random generator alone.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _heart() -> Points:
 
 
 def _outline(shape: str) -> Points:
-    """Corners of a shape in a box of about -0.5..0.5, y down, its visual middle (where the icon goes) at 0."""
+    """Corners of a shape in about -0.5..0.5, y down, its visual middle (where the icon goes) at 0."""
     third = 1 / 6
     corners: dict[str, Points] = {
         "circle": _arc(0.5, 0, 360, (0, 0), 72),
@@ -180,7 +180,7 @@ def _glyph_extent(width: float, height: float, extent: float) -> float:
 
 
 def glyph_bank(icons: Sequence[str]) -> np.ndarray:
-    """Glyphs of `icons`, (icons, extents, angles, GLYPH, GLYPH) uint8, cropped to their ink, scaled and turned."""
+    """Glyphs of `icons` cropped, scaled and turned, (icons, extents, angles, GLYPH, GLYPH) uint8."""
     path, characters = icon_font()
     font = ImageFont.truetype(str(path), 128)
     bank = np.zeros((len(icons), len(ICON_EXTENTS), len(ICON_ANGLES), GLYPH, GLYPH), np.uint8)
@@ -240,7 +240,7 @@ def _clutter(rng: np.random.Generator, base: np.ndarray) -> np.ndarray:
 
 
 def background_bank(count: int = 384) -> np.ndarray:
-    """Light backgrounds, (count, BACKGROUND, BACKGROUND, 3) uint8: plain, gradient, smooth noise, clutter in turn."""
+    """Light backgrounds, plain, gradient, smooth noise and clutter in turn; (count, side, side, 3) uint8."""
     rng = np.random.default_rng(_BANK_SEED + 1)
     ramp = np.linspace(-1, 1, BACKGROUND)
     bank = np.zeros((count, BACKGROUND, BACKGROUND, 3), np.uint8)
