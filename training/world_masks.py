@@ -28,7 +28,7 @@ _EXTENT = {
     "square": 30.0,
     "triangle": 41.0,
     "diamond": 40.0,
-    "hexagon": 36.0,
+    "pentagon": 38.0,
     "star": 44.0,
     "heart": 38.0,
     "cross": 37.0,
@@ -74,7 +74,7 @@ def _outline(shape: str) -> Points:
         "square": [(-0.5, -0.5), (0.5, -0.5), (0.5, 0.5), (-0.5, 0.5)],
         "triangle": [(0, -0.56), (0.53, 0.36), (-0.53, 0.36)],
         "diamond": [(0, -0.5), (0.5, 0), (0, 0.5), (-0.5, 0)],
-        "hexagon": _arc(0.5, 0, 300, (0, 0), 6),
+        "pentagon": _arc(0.5, -90, 198, (0, 0.02), 5),
         "star": _star(),
         "heart": _heart(),
         "cross": [
@@ -123,7 +123,8 @@ def shape_bank(edge_width: float) -> tuple[np.ndarray, np.ndarray]:
 
 def _wave(phase: np.ndarray, sharpness: float = 2.5) -> np.ndarray:
     """A soft square wave in 0..1 of a phase in turns."""
-    return np.clip(0.5 + sharpness * np.sin(2 * math.pi * phase), 0, 1)
+    wave: np.ndarray = np.clip(0.5 + sharpness * np.sin(2 * math.pi * phase), 0, 1)
+    return wave
 
 
 def _texture(name: str, rng: np.random.Generator) -> np.ndarray:
@@ -176,7 +177,8 @@ def icon_font() -> tuple[Path, dict[str, str]]:
 
 def _glyph_extent(width: float, height: float, extent: float) -> float:
     """Longest side to draw a glyph at: long thin ones get more than blocky ones, to look equally large."""
-    return min(extent * 1.12, extent * math.sqrt(max(width, height) / min(width, height)) ** 0.6)
+    slim = max(width, height) / min(width, height)
+    return min(extent * 1.12, extent * float(slim**0.3))
 
 
 def glyph_bank(icons: Sequence[str]) -> np.ndarray:

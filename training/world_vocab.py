@@ -12,7 +12,7 @@ from dear_serve.errors import ConfigError
 ATTRIBUTES = ("color", "shape", "texture", "object", "location")
 
 COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white", "gray")
-SHAPES = ("circle", "square", "triangle", "diamond", "hexagon", "star", "heart", "cross", "arch", "drop")
+SHAPES = ("circle", "square", "triangle", "diamond", "pentagon", "star", "heart", "cross", "arch", "drop")
 TEXTURES = ("plain", "striped", "dotted", "checkered", "zigzag", "ringed")
 LOCATIONS = (
     "top left",
@@ -95,8 +95,8 @@ VOCABULARY: dict[str, tuple[str, ...]] = {
 
 # Plurals and stuff: "scissors on a red heart", not "a scissors".
 _NO_ARTICLE_TABLE = """
-cherries; scissors; glasses; headphones; lightning; fire; grass; candy; bread; grapes; corn; noodles; popcorn; fries;
-pliers; sunglasses; binoculars; skis; lungs; handcuffs; scales; stairs; dna; golf; dice;
+cherries; scissors; glasses; headphones; lightning; fire; grass; candy; bread; grapes; corn; noodles; popcorn;
+fries; pliers; sunglasses; binoculars; skis; lungs; handcuffs; scales; stairs; dna; golf; dice;
 hockey sticks; theater masks
 """
 NO_ARTICLE = frozenset(name.strip() for name in _NO_ARTICLE_TABLE.split(";"))
