@@ -1,7 +1,8 @@
 """Captions of the attribute world: texts that say some attributes of a scene, and their exact truth.
 
 A caption is a partial assignment: for every attribute an index into its names, or -1 where it says nothing.
-Whether it is true of a picture follows from the scene alone, so a contrastive loss can use the full truth matrix.
+Whether it is true of a picture follows from the scene alone, so a contrastive loss can use the whole truth
+matrix.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _UNSEEN = {
         "it is at the {}",
         "the {}",
         "a picture of something at the {}",
-        "an image of one at the {}",
+        "an image at the {}",
     ),
 }
 WORDINGS = {"seen": _SEEN, "unseen": _UNSEEN}
@@ -139,9 +140,10 @@ def captions_of(parts: np.ndarray, rng: np.random.Generator) -> Captions:
 
 
 def sample_captions(rng: np.random.Generator, scenes: Scenes) -> Captions:
-    """Three true captions a scene, 3 B in all: B objects alone, then B other attributes alone, then B subsets.
+    """Three true captions a scene, 3 B in all: B objects alone, B other attributes alone, B subsets.
 
-    Caption i, B + i and 2 B + i are of scene i. A subset says two to five attributes, all such sets equally often.
+    Captions i, B + i and 2 B + i are of scene i. A subset says two to five attributes, all such sets equally
+    often.
     """
     truth = scenes.attributes()
     rows = np.arange(len(truth))

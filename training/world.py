@@ -30,7 +30,16 @@ from training.world_masks import (
     shape_bank,
     texture_bank,
 )
-from training.world_vocab import ATTRIBUTES, COLORS, ICONS, LOCATIONS, SHAPES, TEXTURES, object_names
+from training.world_vocab import (
+    ATTRIBUTES,
+    COLORS,
+    ICONS,
+    LOCATIONS,
+    SHAPES,
+    TEXTURES,
+    VOCABULARY,
+    object_names,
+)
 
 SIZE = 64  # side of a picture, pixels
 STYLES = ("print", "outline", "night", "dusk")
@@ -105,10 +114,10 @@ def scenes_from(attributes: np.ndarray, style: np.ndarray) -> Scenes:
 def is_held_out(attributes: np.ndarray) -> np.ndarray:
     """Which attribute rows (B, 5) hold a combination kept out of training; (B,) bool (rule ours).
 
-    The rule: a pair of values (a, b) of (object, color), (shape, texture) or (location, color) is held out when
-    `p * a + q * b` is divisible by 7, with (p, q) = (3, 5), (3, 2), (2, 3). That is one in seven combinations of
-    each pair, spread so that every single value still occurs in training with most partners; a scene is held out
-    if any of its three pairs is.
+    The rule: a pair of values (a, b) of (object, color), (shape, texture) or (location, color) is held out
+    when `p * a + q * b` is divisible by 7, with (p, q) = (3, 5), (3, 2), (2, 3). That is one in seven
+    combinations of each pair, spread so that every single value still occurs in training with most partners;
+    a scene is held out if any of its three pairs is.
     """
     held = np.zeros(len(attributes), bool)
     for first, second, p, q in HELD_OUT_PAIRS:
@@ -167,7 +176,7 @@ class _Draw:
     noise: np.ndarray  # (B, 3) bank index, row, column
     amplitude: np.ndarray  # (B,) noise, in gray levels
     gain: np.ndarray  # (B,) brightness factor
-    badge: np.ndarray  # (B, 4) scale, angle, texture variant, spare
+    badge: np.ndarray  # (B, 3) scale, angle, texture variant
     jitter: np.ndarray  # (B, 2) pixels
     icon: np.ndarray  # (B, 2) extent, angle
     shift: np.ndarray  # (B, 2) icon against badge, pixels
@@ -241,13 +250,9 @@ class World:
         """Pictures of `scenes`, (B, 64, 64, 3) uint8 RGB; what a scene leaves open comes from `rng`.
 
         Raises:
-            ConfigError: a scene's object is beyond this world's `n_objects`, or an index is negative.
+            ConfigError: an index is out of range, such as an object beyond this world's `n_objects`.
         """
-        if len(scenes) and (scenes.object.max() >= self.n_objects or scenes.attributes().min() < 0):
-            raise ConfigError(
-                f"a scene shows object {scenes.object.max()}, this world has {self.n_objects}; "
-                "make it with a larger n_objects"
-            )
+        self._check(scenes)
         draw = _draw(rng, len(scenes), len(self._background), len(self._noise))
         out = np.empty((len(scenes), SIZE, SIZE, 3), np.uint8)
         for start in range(0, len(scenes), _CHUNK):
@@ -255,6 +260,16 @@ class World:
             cut = _Draw(**{name: value[part] for name, value in vars(draw).items()})
             out[part] = self._compose(scenes.select(part), cut)
         return out
+
+    def _check(self, scenes: Scenes) -> None:
+        sizes = {name: len(VOCABULARY[name]) for name in ATTRIBUTES} | {"object": self.n_objects}
+        for name, size in (*sizes.items(), ("style", len(STYLES))):
+            values = getattr(scenes, name)
+            if len(values) and not 0 <= values.min() <= values.max() < size:
+                raise ConfigError(
+                    f"the scenes' {name} runs from {values.min()} to {values.max()}, this world has {size}: "
+                    f"stay within 0..{size - 1} or make the world with more"
+                )
 
     def _compose(self, scenes: Scenes, draw: _Draw) -> np.ndarray:
         n = len(scenes)
@@ -277,7 +292,8 @@ class World:
         fields = sliding_window_view(self._noise, (SIZE, SIZE * 3), axis=(1, 2))
         index, top, left = draw.noise.T
         picture += fields[index, top, left * 3] * draw.amplitude[:, None, None]
-        return np.clip(picture, 0, 255).astype(np.uint8).reshape(n, SIZE, SIZE, 3)
+        np.clip(picture, 0, 255, out=picture)
+        return np.asarray(picture, np.uint8).reshape(n, SIZE, SIZE, 3)
 
     def _badge(self, patch: np.ndarray, scenes: Scenes, draw: _Draw) -> np.ndarray:
         """`patch` (B, PATCH, PATCH, 3) float32 with the badge on it."""
@@ -312,4 +328,5 @@ class World:
 
 def _alpha(mask: np.ndarray) -> np.ndarray:
     """A uint8 mask (B, H, W) as opacity (B, H, W, 1) float32 in 0..1."""
-    return (mask.astype(np.float32) * np.float32(1 / 255))[..., None]
+    opacity: np.ndarray = mask.astype(np.float32) * np.float32(1 / 255)
+    return opacity[..., None]

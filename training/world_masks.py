@@ -63,7 +63,7 @@ def _heart() -> Points:
     t = np.linspace(0, 2 * math.pi, 96, endpoint=False)
     x = 16 * np.sin(t) ** 3
     y = -(13 * np.cos(t) - 5 * np.cos(2 * t) - 2 * np.cos(3 * t) - np.cos(4 * t))
-    return [(float(a) / 32, float(b) / 32 - 0.0) for a, b in zip(x, y, strict=True)]
+    return [(float(a) / 32, float(b) / 32) for a, b in zip(x, y, strict=True)]
 
 
 def _outline(shape: str) -> Points:
@@ -131,26 +131,27 @@ def _texture(name: str, rng: np.random.Generator) -> np.ndarray:
     """One field of a texture, (PATCH, PATCH) float in 0..1: the share of the second tone."""
     y, x = np.mgrid[:PATCH, :PATCH] - (PATCH - 1) / 2
     dx, dy = rng.uniform(0, 8, 2)
-    if name == "plain":
-        return np.zeros((PATCH, PATCH))
+    field: np.ndarray = np.zeros((PATCH, PATCH))
     if name == "striped":
         angle = math.radians(rng.uniform(35, 55)) * rng.choice([-1, 1])
-        return _wave((x * math.cos(angle) + y * math.sin(angle) + dx) / rng.uniform(5.5, 6.5))
-    if name == "dotted":
+        field = _wave((x * math.cos(angle) + y * math.sin(angle) + dx) / rng.uniform(5.5, 6.5))
+    elif name == "dotted":
         period = rng.uniform(5.2, 6.2)
         u, v = (x + dx) / period, (y + dy) / period
         u = u + 0.5 * (np.floor(v) % 2)
         distance = np.hypot(u - np.floor(u) - 0.5, v - np.floor(v) - 0.5) * period
-        return np.clip(2.3 - distance, 0, 1)
-    if name == "checkered":
+        field = np.clip(2.3 - distance, 0, 1)
+    elif name == "checkered":
         period = rng.uniform(8.0, 10.0)
         product = np.sin(2 * math.pi * (x + dx) / period) * np.sin(2 * math.pi * (y + dy) / period)
-        return np.clip(0.5 + 4 * product, 0, 1)
-    if name == "zigzag":
+        field = np.clip(0.5 + 4 * product, 0, 1)
+    elif name == "zigzag":
         period = rng.uniform(8.0, 9.5)
         fold = np.abs((x + dx) / period - np.floor((x + dx) / period) - 0.5) * 2
-        return _wave((y + dy + 4.2 * fold) / rng.uniform(5.5, 6.5))
-    return _wave((np.hypot(x, y) + dx) / rng.uniform(5.0, 6.0))
+        field = _wave((y + dy + 4.2 * fold) / rng.uniform(5.5, 6.5))
+    elif name == "ringed":
+        field = _wave((np.hypot(x, y) + dx) / rng.uniform(5.0, 6.0))
+    return field
 
 
 def texture_bank() -> np.ndarray:
@@ -216,7 +217,7 @@ def dilate(masks: np.ndarray, radius: float) -> np.ndarray:
     reach = math.floor(radius)
     height, width = masks.shape[-2:]
     padded = np.pad(masks, [(0, 0)] * (masks.ndim - 2) + [(reach, reach)] * 2)
-    grown = masks.copy()
+    grown: np.ndarray = masks.copy()
     for dy in range(-reach, reach + 1):
         for dx in range(-reach, reach + 1):
             if dx * dx + dy * dy <= radius * radius:
