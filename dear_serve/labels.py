@@ -129,7 +129,7 @@ def class_features(
     """One L2-normalised feature per class name, (C, D) float32.
 
     Each name is put into each template; the features of a name's texts are normalised, averaged and
-    normalised again (the prompt ensemble of Radford et al. 2021, section 3.1.4). Texts that tokenize alike are
+    normalised again (the prompt ensemble of Radford et al. 2021, section 3.1.4). Texts of equal tokens are
     encoded once, in batches of like length.
 
     Args:
