@@ -1,0 +1,371 @@
+"""Pretrain dear-mini, a small CLIP, from scratch on the attribute world (ours).
+
+    python -m training.pretrain --out runs/mini               # starts, or goes on where it was stopped
+    python -m training.pretrain --out runs/mini --ship        # writes dear_serve/assets/dear-mini from the last state
+    python -m training.pretrain --check                       # figures of the shipped file, in about a minute
+
+The contrastive loss knows the *truth matrix*: caption j is true of picture i for many i and j, exactly. Captions come
+in groups (every object name; every color, shape, texture and location; one random subset of attributes a picture), and
+within a group each picture's targets are its true captions in equal parts, and each caption's its true pictures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from dear_serve.backbone.clip import Clip
+from dear_serve.backbone.weights import clip_config, to_open_clip
+from dear_serve.backbone.zoo import ASSETS, load_base
+from dear_serve.config import ClipConfig, PreprocessConfig, StrictConfig
+from dear_serve.errors import CheckFailedError, ConfigError, DearError
+from dear_serve.tokenizer import Tokenizer
+from training.captions import Captions, attribute_prompts, captions_of, sample_captions, truth_matrix
+from training.world import SIZE, World, sample_scenes
+from training.world_vocab import ATTRIBUTES, VOCABULARY, object_names
+
+__all__ = ["MINI", "PretrainConfig", "main", "pixels_from", "truth_loss", "zero_shot_accuracy"]
+
+PREPROCESS = PreprocessConfig(size=SIZE, mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25))
+MINI: dict[str, Any] = {
+    "embed_dim": 128,
+    "vision_cfg": {"image_size": SIZE, "patch_size": 8, "width": 192, "layers": 6, "head_width": 24},
+    "text_cfg": {"context_length": 16, "vocab_size": 49408, "width": 128, "layers": 4, "heads": 8},
+}
+_MAX_LOGIT_SCALE = math.log(100.0)
+_GROUP_WEIGHTS = (1.0, 1.0, 0.5, 0.5, 0.5, 0.5)  # random subsets, objects, the other four attributes
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainConfig(StrictConfig):
+    """What fixes a pretraining run; stored with its state, and a state of another one is refused."""
+
+    steps: int = 8000
+    batch_size: int = 256
+    lr: float = 1e-3
+    warmup: int = 300
+    weight_decay: float = 0.05
+    seed: int = 0
+    n_objects: int = 0
+    """Only the first so many objects; 0 for all."""
+
+    @property
+    def objects(self) -> int | None:
+        """As `training.world` takes it."""
+        return self.n_objects or None
+
+
+def pixels_from(images: np.ndarray) -> Tensor:
+    """uint8 pictures (B, S, S, 3) -> float32 (B, 3, S, S), as `dear_serve.preprocess` gives for pictures of size S."""
+    scaled = torch.from_numpy(images).permute(0, 3, 1, 2).float() / 255
+    mean, std = torch.tensor(PREPROCESS.mean), torch.tensor(PREPROCESS.std)
+    return (scaled - mean[:, None, None]) / std[:, None, None]
+
+
+@lru_cache(maxsize=1)
+def _tokenizer() -> Tokenizer:
+    return Tokenizer.from_open_clip(context_length=MINI["text_cfg"]["context_length"])
+
+
+@lru_cache(maxsize=200_000)
+def _encode(text: str) -> tuple[int, ...]:
+    return tuple(_tokenizer()([text])[0].tolist())
+
+
+def tokens_from(texts: list[str]) -> Tensor:
+    """int64 (M, L), cut to the longest end-of-text."""
+    rows = np.array([_encode(t) for t in texts], dtype=np.int64)
+    return torch.from_numpy(rows[:, : int(rows.argmax(1).max()) + 1])
+
+
+class Batches(Dataset[dict[str, Any]]):
+    """Batch number `step` of a run, made from (seed, step) alone, so that a resumed run sees the same ones."""
+
+    def __init__(self, config: PretrainConfig) -> None:
+        self.config = config
+        self.world: World | None = None
+
+    def __len__(self) -> int:
+        return self.config.steps
+
+    def __getitem__(self, step: int) -> dict[str, Any]:
+        config = self.config
+        if self.world is None:
+            self.world = World(config.objects)
+        rng = np.random.default_rng((config.seed, step))
+        scenes = sample_scenes(rng, config.batch_size, split="train", n_objects=config.objects)
+        subsets = sample_captions(rng, scenes)
+        subsets = _merge(Captions(texts=subsets.texts[-len(scenes) :], parts=subsets.parts[-len(scenes) :]))
+        groups = [subsets, *(_every_value(a, rng, config.objects) for a in _single_order())]
+        short = [t for g in groups[1:] for t in g.texts]
+        truth = [torch.from_numpy(truth_matrix(scenes, g)) for g in groups]
+        images = torch.from_numpy(self.world.render(scenes, rng))
+        return {"images": images, "tokens": [tokens_from(subsets.texts), tokens_from(short)], "truth": truth}
+
+
+def _single_order() -> list[str]:
+    return ["object", *(a for a in ATTRIBUTES if a != "object")]
+
+
+def _merge(captions: Captions) -> Captions:
+    """Captions that say the same, once: the first of each."""
+    _, first = np.unique(captions.parts, axis=0, return_index=True)
+    return Captions(texts=[captions.texts[i] for i in first], parts=captions.parts[first])
+
+
+def _every_value(attribute: str, rng: np.random.Generator, n_objects: int | None) -> Captions:
+    """One caption for each value of one attribute, in random wording."""
+    count = len(object_names(n_objects)) if attribute == "object" else len(VOCABULARY[attribute])
+    parts = np.full((count, len(ATTRIBUTES)), -1, np.int64)
+    parts[:, ATTRIBUTES.index(attribute)] = np.arange(count)
+    return captions_of(parts, rng)
+
+
+def truth_loss(logits: Tensor, truth: Tensor) -> Tensor:
+    """Cross-entropy against a truth matrix, both directions, averaged (ours).
+
+    Args:
+        logits: (B, M) float32.
+        truth: (B, M) bool; rows and columns without any True are left out.
+    """
+    losses = []
+    for scores, target in ((logits, truth), (logits.t(), truth.t())):
+        known = target.any(1)
+        shares = target[known].float()
+        shares = shares / shares.sum(1, keepdim=True)
+        losses.append(-(shares * scores[known].log_softmax(1)).sum(1).mean())
+    return torch.stack(losses).mean()
+
+
+def batch_loss(clip: Clip, batch: dict[str, Any]) -> Tensor:
+    """Weighted mean over the caption groups of one batch."""
+    with torch.autocast("cpu", torch.bfloat16):
+        image = clip.encode_image(pixels_from(batch["images"].numpy()), normalize=False)
+        text = torch.cat([clip.encode_text(t, normalize=False) for t in batch["tokens"]])
+    cosines = F.normalize(image.float(), dim=-1) @ F.normalize(text.float(), dim=-1).t()
+    logits = clip.logit_scale.exp() * cosines
+    losses = [
+        weight * truth_loss(part, truth)
+        for weight, part, truth in zip(
+            _GROUP_WEIGHTS, logits.split([t.shape[1] for t in batch["truth"]], dim=1), batch["truth"], strict=True
+        )
+    ]
+    return torch.stack(losses).sum() / sum(_GROUP_WEIGHTS)
+
+
+@torch.no_grad()
+def zero_shot_accuracy(
+    clip: Clip, *, count: int = 1000, wording: str = "seen", n_objects: int | None = None, seed: int = 10**6
+) -> dict[str, float]:
+    """Share (0 to 1) of held-out-combination pictures whose attribute is named right, per attribute.
+
+    Args:
+        clip: the model.
+        count: pictures.
+        wording: of the prompts, "seen" in training or "unseen"; several a value, their features averaged.
+        n_objects: of the world.
+        seed: of the pictures.
+    """
+    rng = np.random.default_rng(seed)
+    scenes = sample_scenes(rng, count, split="heldout", n_objects=n_objects)
+    images = World(n_objects).render(scenes, rng)
+    features = torch.cat([clip.encode_image(pixels_from(images[i : i + 250])) for i in range(0, count, 250)])
+    truth, result = scenes.attributes(), {}
+    for k, attribute in enumerate(ATTRIBUTES):
+        prompts = attribute_prompts(attribute, wording=wording, n_objects=n_objects)
+        flat = clip.encode_text(tokens_from([t for row in prompts for t in row]))
+        classes = F.normalize(flat.reshape(len(prompts), -1, flat.shape[-1]).mean(1), dim=-1)
+        best = (features @ classes.t()).argmax(1).numpy()
+        result[attribute] = float((best == truth[:, k]).mean())
+    return result
+
+
+def _build(config: PretrainConfig) -> tuple[Clip, torch.optim.Optimizer]:
+    torch.manual_seed(config.seed)
+    clip = Clip(clip_config(MINI, name="dear-mini", preprocess=PREPROCESS))
+    torch.nn.init.normal_(clip.text.token_embedding.weight, std=0.02)
+    decayed = [p for n, p in clip.named_parameters() if p.dim() > 1 and "embedding" not in n]
+    rest = [p for n, p in clip.named_parameters() if p.dim() < 2 or "embedding" in n]
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    return clip, torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.98), fused=True)
+
+
+def _rate(config: PretrainConfig, step: int) -> float:
+    """Learning rate of a step: linear warm-up, then cosine to 1 % of the peak."""
+    if step < config.warmup:
+        return config.lr * (step + 1) / config.warmup
+    progress = (step - config.warmup) / max(1, config.steps - config.warmup)
+    return config.lr * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def _save(path: Path, state: dict[str, Any]) -> None:
+    partial = path.with_suffix(".partial")
+    torch.save(state, partial)
+    os.replace(partial, path)
+
+
+def _steps(config: PretrainConfig, first: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    loader = DataLoader(
+        Batches(config), batch_size=None, sampler=range(first, config.steps), num_workers=1, prefetch_factor=4
+    )
+    yield from zip(range(first, config.steps), loader, strict=True)
+
+
+def pretrain(config: PretrainConfig, out: Path, *, every: int = 500) -> Clip:
+    """Train to `config.steps`, going on from `out/last.pt` if it is there; logs to `out/log.jsonl`.
+
+    Args:
+        config: of the run.
+        out: folder of the run.
+        every: steps between evaluations and saved states (`last.pt`, and `best.pt` by mean accuracy).
+
+    Raises:
+        ConfigError: the state in `out` belongs to another configuration.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    clip, optimizer = _build(config)
+    first, best, spent = 0, 0.0, 0.0
+    if (out / "last.pt").exists():
+        state = torch.load(out / "last.pt", weights_only=True)
+        if state["config"] != config.to_dict():
+            raise ConfigError(f"{out} holds a run of {state['config']}; choose another --out", field="out")
+        clip.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        first, best, spent = state["step"], state["best"], state["seconds"]
+    start, running = time.monotonic(), 0.0
+    for step, batch in _steps(config, first):
+        for group in optimizer.param_groups:
+            group["lr"] = _rate(config, step)
+        loss = batch_loss(clip, batch)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(clip.parameters(), 1.0)
+        optimizer.step()
+        with torch.no_grad():
+            clip.logit_scale.clamp_(max=_MAX_LOGIT_SCALE)
+        running += (float(loss.detach()) - running) / (min(step - first, 50) + 1)
+        if (step + 1) % every and step + 1 != config.steps:
+            continue
+        seconds = spent + time.monotonic() - start
+        accuracy = zero_shot_accuracy(clip.eval(), n_objects=config.objects)
+        mean = sum(accuracy.values()) / len(accuracy)
+        line = {"step": step + 1, "loss": round(running, 4), "seconds": round(seconds), "tau": round(clip.tau, 2)}
+        line |= {k: round(v, 4) for k, v in accuracy.items()}
+        with (out / "log.jsonl").open("a", encoding="utf-8") as log:
+            log.write(json.dumps(line) + "\n")
+        print(json.dumps(line), flush=True)
+        state = {"config": config.to_dict(), "model": clip.state_dict(), "optimizer": optimizer.state_dict()}
+        state |= {"step": step + 1, "best": max(best, mean), "seconds": seconds}
+        _save(out / "last.pt", state)
+        if mean > best:
+            best = mean
+            _save(out / "best.pt", {"config": config.to_dict(), "model": clip.state_dict(), "step": step + 1})
+    return clip
+
+
+def ship(run: Path, *, state: str = "last.pt", to: Path = ASSETS / "dear-mini") -> None:
+    """Write the shipped files from a run's state: fp16 safetensors and open_clip's configuration beside it.
+
+    Raises:
+        ConfigError: there is no such state.
+    """
+    from safetensors.torch import save_file
+
+    if not (run / state).exists():
+        raise ConfigError(f"{run / state} does not exist; pretrain first", field="out")
+    saved = torch.load(run / state, weights_only=True)
+    to.mkdir(parents=True, exist_ok=True)
+    tensors = {k: v.half().contiguous() for k, v in to_open_clip(saved["model"]).items()}
+    save_file(tensors, str(to / "open_clip_model.safetensors"), metadata={"format": "pt"})
+    preprocess = {"size": SIZE, "mode": "RGB", "mean": list(PREPROCESS.mean), "std": list(PREPROCESS.std)}
+    preprocess |= {"interpolation": "bicubic", "resize_mode": "shortest", "fill_color": 0}
+    _write_json(to / "open_clip_config.json", {"model_cfg": MINI, "preprocess_cfg": preprocess})
+    config = PretrainConfig.from_dict(saved["config"])
+    figures = _figures(load_base(str(to / "open_clip_model.safetensors")).clip, config)
+    figures |= {"step": saved["step"], "config": saved["config"]}
+    _write_json(to / "figures.json", {"sha256": load_base("dear-mini").sha256, **figures})
+
+
+def _figures(clip: Clip, config: PretrainConfig) -> dict[str, Any]:
+    """Zero-shot accuracy on 2,000 held-out-combination pictures, in both wordings."""
+    return {
+        "zero_shot": {
+            w: zero_shot_accuracy(clip, count=2000, wording=w, n_objects=config.objects) for w in ("seen", "unseen")
+        }
+    }
+
+
+def check() -> dict[str, Any]:
+    """Measure the shipped dear-mini again.
+
+    Returns:
+        The figures found.
+
+    Raises:
+        CheckFailedError: the hash or a figure (by more than half a point) is not the one in `figures.json`.
+    """
+    stored = json.loads((ASSETS / "dear-mini" / "figures.json").read_text(encoding="utf-8"))
+    base = load_base("dear-mini")
+    if base.sha256 != stored["sha256"]:
+        raise CheckFailedError(f"dear-mini's weights have SHA-256 {base.sha256}, figures.json says {stored['sha256']}")
+    found = _figures(base.clip, PretrainConfig.from_dict(stored["config"]))
+    for wording, figures in found["zero_shot"].items():
+        for attribute, value in figures.items():
+            expected = stored["zero_shot"][wording][attribute]
+            if abs(value - expected) > 0.005:
+                raise CheckFailedError(f"dear-mini {attribute} ({wording}) is {value:.4f}, {expected:.4f} is expected")
+    return found
+
+
+def _write_json(path: Path, data: dict[str, Any]) -> None:
+    path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m training.pretrain", description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("runs/mini"), help="folder of the run (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=PretrainConfig.steps)
+    parser.add_argument("--batch-size", type=int, default=PretrainConfig.batch_size)
+    parser.add_argument("--lr", type=float, default=PretrainConfig.lr)
+    parser.add_argument("--seed", type=int, default=PretrainConfig.seed)
+    parser.add_argument("--objects", type=int, default=0, help="only the first so many objects (default all)")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--every", type=int, default=500, help="steps between evaluations and saved states")
+    parser.add_argument("--ship", action="store_true", help="write the shipped files from the run's last state")
+    parser.add_argument("--check", action="store_true", help="verify the shipped files: hash and figures")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(args.threads)
+    try:
+        if args.check:
+            print(json.dumps(check(), indent=2))
+        elif args.ship:
+            ship(args.out)
+        else:
+            config = PretrainConfig(
+                steps=args.steps, batch_size=args.batch_size, lr=args.lr, seed=args.seed, n_objects=args.objects
+            )
+            pretrain(config, args.out, every=args.every)
+    except DearError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
