@@ -1,14 +1,28 @@
-"""What every engine answers: the interface between a bundle's numbers and whoever asks for them. NumPy only."""
+"""What every engine answers: between a bundle's numbers and whoever asks for them. NumPy only."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Engine", "EngineInfo", "Float32", "FusedLogits", "ImageFeatures", "Int64"]
+from dear_serve.errors import ImageError, TextError
+
+__all__ = [
+    "Engine",
+    "EngineInfo",
+    "Float32",
+    "FusedLogits",
+    "ImageFeatures",
+    "Int64",
+    "as_pixels",
+    "as_tokens",
+    "in_chunks",
+]
 
 Float32 = npt.NDArray[np.float32]
 Int64 = npt.NDArray[np.int64]
@@ -21,7 +35,7 @@ class EngineInfo:
     engine: str
     """"onnx", "torch" or "fake"."""
     provider: str
-    """For onnx the execution provider the session reports, such as "CPUExecutionProvider"; for torch the device."""
+    """For onnx the execution provider its session reports ("CPUExecutionProvider"); for torch the device."""
     precision: str
     threads: int
 
@@ -49,8 +63,9 @@ class FusedLogits:
 class Engine(ABC):
     """Runs one bundle. Thread-safe: several threads may call one engine.
 
-    All pixels are float32 (B, 3, S, S), preprocessed by `dear_serve.preprocess`; all tokens are int64 (B, L) made
-    by `dear_serve.tokenizer` (0-padded; L may be cut to the longest end-of-text). All features are float32, L2-normalised.
+    All pixels are float32 (B, 3, S, S), preprocessed by `dear_serve.preprocess`; all tokens are int64 (B,
+    L) made by `dear_serve.tokenizer` (0-padded; L may be cut to the longest end-of-text). All features
+    are float32, L2-normalised. B may be 0.
     """
 
     @property
@@ -82,5 +97,35 @@ class Engine(ABC):
     def classify(self, pixels: Float32) -> Float32:
         """Fused logits (B, C) over the trained classes, in the manifest's order."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (most engines hold nothing)
         """Free what the engine holds; calling it again does nothing."""
+
+
+def as_pixels(pixels: npt.ArrayLike, size: int) -> Float32:
+    """`pixels` as a contiguous float32 (B, 3, S, S) array; ImageError when the shape is another."""
+    array = np.ascontiguousarray(pixels, dtype=np.float32)
+    if array.ndim != 4 or array.shape[1:] != (3, size, size):
+        raise ImageError(f"pixels are {array.shape}; (B, 3, {size}, {size}) is expected", code="bad_shape")
+    return array
+
+
+def as_tokens(tokens: npt.ArrayLike, context_length: int) -> Int64:
+    """`tokens` as a contiguous int64 (B, L) array, 1 <= L <= context; TextError when the shape is another."""
+    array = np.ascontiguousarray(tokens, dtype=np.int64)
+    if array.ndim != 2 or not 1 <= array.shape[1] <= context_length:
+        raise TextError(
+            f"tokens are {array.shape}; (B, L) with L up to {context_length} is expected", code="bad_shape"
+        )
+    return array
+
+
+def in_chunks(
+    run: Callable[..., tuple[Float32, ...]], rows: npt.NDArray[Any], *, limit: int, empty: tuple[Float32, ...]
+) -> tuple[Float32, ...]:
+    """`run` over at most `limit` rows at a time, results joined along the first axis; `empty` for no rows."""
+    if len(rows) == 0:
+        return empty
+    parts = [run(rows[start : start + limit]) for start in range(0, len(rows), limit)]
+    return (
+        parts[0] if len(parts) == 1 else tuple(np.concatenate(column) for column in zip(*parts, strict=True))
+    )
