@@ -34,6 +34,8 @@ class Ranking:
     """The best pictures of a search, best first, equal scores in the order of their ids."""
 
     ids: list[str]
+    rows: Rows
+    """(k,): row numbers in the snapshot."""
     scores: Float64
     """(k,): sum of weight x cosine."""
     cosines: dict[str, Float64]
@@ -44,7 +46,7 @@ class Snapshot:
     """One version of a table, never changing. Thread-safe.
 
     Rows are kept in the order of their ids (by code point), so that a row's number breaks ties. Vectors are
-    read when first searched: r x 4 bytes a picture for a vector of r numbers, and 16 bytes a picture for row
+    read when first searched: r x 4 bytes a picture for a vector of r numbers, and 24 bytes a picture for row
     numbers beside the ids themselves.
 
     Args:
@@ -60,9 +62,9 @@ class Snapshot:
         rows = table.search().select(["id"]).with_row_id(True).to_arrow()
         order = pc.sort_indices(rows["id"])
         self.ids: pa.Array = _one_chunk(rows["id"].take(order))
-        row_ids = _one_chunk(rows["_rowid"].take(order)).to_numpy()
-        self._by_row = np.argsort(row_ids).astype(np.int64)
-        self._sorted_row_ids = row_ids[self._by_row]
+        self._row_ids = _one_chunk(rows["_rowid"].take(order)).to_numpy()
+        self._by_row = np.argsort(self._row_ids).astype(np.int64)
+        self._sorted_row_ids = self._row_ids[self._by_row]
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -70,8 +72,24 @@ class Snapshot:
     @property
     def memory(self) -> int:
         """Bytes held in memory."""
-        fixed = self.ids.nbytes + self._by_row.nbytes + self._sorted_row_ids.nbytes
+        fixed = self.ids.nbytes + self._row_ids.nbytes + self._by_row.nbytes + self._sorted_row_ids.nbytes
         return int(fixed + sum(m.nbytes for m in self._matrices.values()))
+
+    def fetch(self, rows: Rows, columns: list[str]) -> list[dict[str, Any]]:
+        """Columns of some rows, "id" among them, in the order of `rows`."""
+        if not len(rows):
+            return []
+        row_ids = self._row_ids[rows].tolist()
+        found = self._table.take_row_ids(row_ids).select(columns).to_arrow().to_pylist()
+        by_id = {row["id"]: row for row in found}
+        return [by_id[i] for i in self.ids.take(pa.array(rows)).to_pylist()]
+
+    def select(self, columns: list[str], where: str | None = None) -> list[dict[str, Any]]:
+        """Columns of all rows, or of those a condition of ours (never a user's text) holds for; in any order."""
+        query = self._table.search().select(columns)
+        found = (query.where(where) if where else query).to_arrow().to_pylist()
+        rows: list[dict[str, Any]] = found
+        return rows
 
     def _rows_of(self, row_ids: pa.ChunkedArray) -> Rows:
         """Our row numbers of LanceDB's row ids."""
@@ -125,6 +143,7 @@ class Snapshot:
         best = np.lexsort((rows, -scores))[: query.top_k]
         return Ranking(
             ids=self.ids.take(pa.array(rows[best])).to_pylist(),
+            rows=rows[best],
             scores=scores[best],
             cosines={n: c[best] for n, c in cosines.items()},
         )

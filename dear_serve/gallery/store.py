@@ -217,7 +217,7 @@ class Gallery:
 
     def get(self, ids: Sequence[str]) -> list[Record]:
         """The pictures with these ids, in their order. Raises QueryError (unknown_id)."""
-        found = self._rows(self._latest()._table, ids, ["id", "hash", "metadata", "thumbnail"])
+        found = self._rows(ids, ["id", "hash", "metadata", "thumbnail"])
         return [
             Record(id=r["id"], hash=r["hash"], metadata=json.loads(r["metadata"]), thumbnail=r["thumbnail"])
             for r in found
@@ -228,7 +228,7 @@ class Gallery:
         (unknown_id).
         """
         names = {n: vector_column(n) for n in self.spec.columns}
-        found = self._rows(self._latest()._table, ids, ["id", *names.values()])
+        found = self._rows(ids, ["id", *names.values()])
         return {
             n: np.array([r[c] for r in found], dtype=np.float32).reshape(len(found), self.spec.columns[n])
             for n, c in names.items()
@@ -236,8 +236,7 @@ class Gallery:
 
     def hashes(self) -> dict[str, str]:
         """Content hash of every picture, by id."""
-        found = self._latest()._table.search().select(["id", "hash"]).to_arrow()
-        return dict(zip(found["id"].to_pylist(), found["hash"].to_pylist(), strict=True))
+        return {row["id"]: row["hash"] for row in self._latest().select(["id", "hash"])}
 
     def __len__(self) -> int:
         return len(self._latest())
@@ -265,7 +264,7 @@ class Gallery:
         query.check(self.spec.columns)
         snapshot = self._latest()
         ranking = snapshot.rank(query)
-        rows = self._rows(snapshot._table, ranking.ids, ["id", "metadata", "thumbnail"])
+        rows = snapshot.fetch(ranking.rows, ["id", "metadata", "thumbnail"])
         return [
             Hit(
                 id=row["id"],
@@ -277,12 +276,11 @@ class Gallery:
             for i, row in enumerate(rows)
         ]
 
-    @staticmethod
-    def _rows(table: Any, ids: Sequence[str], columns: list[str]) -> list[dict[str, Any]]:
+    def _rows(self, ids: Sequence[str], columns: list[str]) -> list[dict[str, Any]]:
         if not ids:
             return []
         wanted = ", ".join(_literal(i) for i in ids)
-        found = table.search().where(f"id IN ({wanted})").select(columns).to_arrow().to_pylist()
+        found = self._latest().select(columns, f"id IN ({wanted})")
         by_id = {row["id"]: row for row in found}
         for i in ids:
             if i not in by_id:
