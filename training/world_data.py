@@ -132,9 +132,9 @@ def write_demo(out: Path, options: DemoOptions) -> int:
         DataError: `out` is a file, or holds something this program did not write.
         MissingDependencyError: the icon font isn't installed.
     """
-    world = World(CORE_OBJECTS)
 
     def fill(folder: Path) -> list[list[str]]:
+        world = World(CORE_OBJECTS)
         rows = []
         for number, (split, count) in enumerate((("train", options.train), ("test", options.test)), start=1):
             for index in demo_classes(options):
@@ -155,9 +155,9 @@ def write_gallery(out: Path, options: GalleryOptions) -> int:
         DataError: `out` is a file, or holds something this program did not write.
         MissingDependencyError: the icon font isn't installed.
     """
-    world = World()
 
     def fill(folder: Path) -> list[list[str]]:
+        world = World()
         rng = np.random.default_rng((options.seed, 3))
         scenes = sample_scenes(rng, options.count, split=options.split, styles=[options.style])
         paths = [f"{i:06d}.png" for i in range(options.count)]
