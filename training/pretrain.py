@@ -162,7 +162,10 @@ def batch_loss(clip: Clip, batch: dict[str, Any]) -> Tensor:
     losses = [
         weight * truth_loss(part, truth)
         for weight, part, truth in zip(
-            _GROUP_WEIGHTS, logits.split([t.shape[1] for t in batch["truth"]], dim=1), batch["truth"], strict=True
+            _GROUP_WEIGHTS,
+            logits.split([t.shape[1] for t in batch["truth"]], dim=1),
+            batch["truth"],
+            strict=True,
         )
     ]
     return torch.stack(losses).sum() / sum(_GROUP_WEIGHTS)
@@ -264,7 +267,12 @@ def pretrain(config: PretrainConfig, out: Path, *, every: int = 500) -> Clip:
         seconds = spent + time.monotonic() - start
         accuracy = zero_shot_accuracy(clip.eval(), n_objects=config.objects)
         mean = sum(accuracy.values()) / len(accuracy)
-        line = {"step": step + 1, "loss": round(running, 4), "seconds": round(seconds), "tau": round(clip.tau, 2)}
+        line = {
+            "step": step + 1,
+            "loss": round(running, 4),
+            "seconds": round(seconds),
+            "tau": round(clip.tau, 2),
+        }
         line |= {k: round(v, 4) for k, v in accuracy.items()}
         with (out / "log.jsonl").open("a", encoding="utf-8") as log:
             log.write(json.dumps(line) + "\n")
@@ -305,7 +313,8 @@ def _figures(clip: Clip, config: PretrainConfig) -> dict[str, Any]:
     """Zero-shot accuracy on 2,000 held-out-combination pictures, in both wordings."""
     return {
         "zero_shot": {
-            w: zero_shot_accuracy(clip, count=2000, wording=w, n_objects=config.objects) for w in ("seen", "unseen")
+            w: zero_shot_accuracy(clip, count=2000, wording=w, n_objects=config.objects)
+            for w in ("seen", "unseen")
         }
     }
 
@@ -322,13 +331,17 @@ def check() -> dict[str, Any]:
     stored = json.loads((ASSETS / "dear-mini" / "figures.json").read_text(encoding="utf-8"))
     base = load_base("dear-mini")
     if base.sha256 != stored["sha256"]:
-        raise CheckFailedError(f"dear-mini's weights have SHA-256 {base.sha256}, figures.json says {stored['sha256']}")
+        raise CheckFailedError(
+            f"dear-mini's weights have SHA-256 {base.sha256}, figures.json says {stored['sha256']}"
+        )
     found = _figures(base.clip, PretrainConfig.from_dict(stored["config"]))
     for wording, figures in found["zero_shot"].items():
         for attribute, value in figures.items():
             expected = stored["zero_shot"][wording][attribute]
             if abs(value - expected) > 0.005:
-                raise CheckFailedError(f"dear-mini {attribute} ({wording}) is {value:.4f}, {expected:.4f} is expected")
+                raise CheckFailedError(
+                    f"dear-mini {attribute} ({wording}) is {value:.4f}, {expected:.4f} is expected"
+                )
     return found
 
 
@@ -339,7 +352,9 @@ def _write_json(path: Path, data: dict[str, Any]) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m training.pretrain", description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("runs/mini"), help="folder of the run (default %(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/mini"), help="folder of the run (default %(default)s)"
+    )
     parser.add_argument("--steps", type=int, default=PretrainConfig.steps)
     parser.add_argument("--batch-size", type=int, default=PretrainConfig.batch_size)
     parser.add_argument("--lr", type=float, default=PretrainConfig.lr)
@@ -347,7 +362,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--objects", type=int, default=0, help="only the first so many objects (default all)")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--every", type=int, default=500, help="steps between evaluations and saved states")
-    parser.add_argument("--ship", action="store_true", help="write the shipped files from the run's last state")
+    parser.add_argument(
+        "--ship", action="store_true", help="write the shipped files from the run's last state"
+    )
     parser.add_argument("--check", action="store_true", help="verify the shipped files: hash and figures")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
@@ -358,7 +375,11 @@ def main(argv: list[str] | None = None) -> int:
             ship(args.out)
         else:
             config = PretrainConfig(
-                steps=args.steps, batch_size=args.batch_size, lr=args.lr, seed=args.seed, n_objects=args.objects
+                steps=args.steps,
+                batch_size=args.batch_size,
+                lr=args.lr,
+                seed=args.seed,
+                n_objects=args.objects,
             )
             pretrain(config, args.out, every=args.every)
     except DearError as error:

@@ -117,7 +117,9 @@ class VisionTower(nn.Module):
             mlp = block.ls_2(block.mlp(block.ln_2(x)))
             mlps.append(mlp[:, 0])
             x = x + mlp
-        return self._project_parts(x[:, 0], torch.stack(heads, 1), torch.stack(mlps, 1), (embedding, bias, rest))
+        return self._project_parts(
+            x[:, 0], torch.stack(heads, 1), torch.stack(mlps, 1), (embedding, bias, rest)
+        )
 
     def _project_parts(
         self, cls: Tensor, heads: Tensor, mlps: Tensor, others: tuple[Tensor, Tensor, Tensor]

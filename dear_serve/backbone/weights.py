@@ -54,11 +54,28 @@ _TEXT_ONLY: dict[str, Any] = {
     "scale_attn": False,
     "scale_fc": False,
 }
-_VISION_SHAPE = {"image_size", "patch_size", "width", "layers", "head_width", "mlp_ratio", "ls_init_value", "no_ln_pre"}
+_VISION_SHAPE = {
+    "image_size",
+    "patch_size",
+    "width",
+    "layers",
+    "head_width",
+    "mlp_ratio",
+    "ls_init_value",
+    "no_ln_pre",
+}
 _VISION_TRAINING = {"patch_dropout", "attn_pooler_queries", "attn_pooler_heads", "output_tokens"}
 _TEXT_SHAPE = {"context_length", "vocab_size", "width", "layers", "heads", "mlp_ratio", "ls_init_value"}
 _TEXT_TRAINING = {"pad_id", "eos_id", "output_tokens"}
-_TOP = {"embed_dim", "vision_cfg", "text_cfg", "quick_gelu", "custom_text", "init_logit_scale", "init_logit_bias"}
+_TOP = {
+    "embed_dim",
+    "vision_cfg",
+    "text_cfg",
+    "quick_gelu",
+    "custom_text",
+    "init_logit_scale",
+    "init_logit_bias",
+}
 
 # Ours -> open_clip's, within a block and within a tower.
 _BLOCK = {
@@ -76,12 +93,16 @@ _VISION = {"patch_embedding": "conv1"}
 _TEXT = {"projection": "text_projection"}
 
 
-def _refuse(config: Mapping[str, Any], tower: str, only: Mapping[str, Any], known: set[str], name: str) -> None:
+def _refuse(
+    config: Mapping[str, Any], tower: str, only: Mapping[str, Any], known: set[str], name: str
+) -> None:
     """Raise BaseModelError if `config` asks for something that our towers do not compute."""
     for key, value in config.items():
         if key in only:
             if value != only[key] and not (value is False and only[key] is None):
-                raise BaseModelError(f"base {name!r} has {tower} {key}={value!r}, which is not supported", field="base")
+                raise BaseModelError(
+                    f"base {name!r} has {tower} {key}={value!r}, which is not supported", field="base"
+                )
         elif key not in known and not (key.startswith(("timm_", "hf_"))):
             raise BaseModelError(f"base {name!r} has an unknown {tower} option {key}={value!r}", field="base")
 
@@ -177,15 +198,20 @@ def convert(state: Mapping[str, Tensor], config: ClipConfig, *, name: str = "") 
     for key, like in expected.items():
         source = _open_clip_name(key)
         if source not in theirs:
-            raise BaseModelError(f"base {name!r} lacks the tensor {source!r}: not the weights of this model", field="base")
+            raise BaseModelError(
+                f"base {name!r} lacks the tensor {source!r}: not the weights of this model", field="base"
+            )
         value = theirs.pop(source)
         if value.shape != like.shape:
             raise BaseModelError(
-                f"base {name!r}: tensor {source!r} is {tuple(value.shape)}, {tuple(like.shape)} is expected", field="base"
+                f"base {name!r}: tensor {source!r} is {tuple(value.shape)}, {tuple(like.shape)} is expected",
+                field="base",
             )
         ours[key] = value.detach().float().contiguous()
     if theirs:
-        raise BaseModelError(f"base {name!r} has tensors that this model does not use: {sorted(theirs)[:5]}", field="base")
+        raise BaseModelError(
+            f"base {name!r} has tensors that this model does not use: {sorted(theirs)[:5]}", field="base"
+        )
     return ours
 
 

@@ -1,10 +1,10 @@
 """Base models by name: dear-mini from this package, open_clip's names, local files.
 
-    dear-mini                  the small base that ships in `dear_serve/assets`
-    ViT-B-16/openai            open_clip's model and pretrained tag (open_clip's own download and cache)
-    ViT-B-16/random            that architecture with seeded random weights (tests and benchmarks)
-    ViT-B-16/path/to/weights   that architecture with weights from a local file
-    path/to/weights            a local file with `open_clip_config.json` (or the file's name with .json) beside it
+dear-mini                  the small base that ships in `dear_serve/assets`
+ViT-B-16/openai            open_clip's model and pretrained tag (open_clip's own download and cache)
+ViT-B-16/random            that architecture with seeded random weights (tests and benchmarks)
+ViT-B-16/path/to/weights   that architecture with weights from a local file
+path/to/weights            a local file with `open_clip_config.json` (or the file's name with .json) beside it
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ def _from_file(path: Path, *, name: str) -> Clip:
         preprocess = _preprocess(data.get("preprocess_cfg", {}), model["vision_cfg"]["image_size"])
         config = clip_config(model, name=name, preprocess=preprocess)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BaseModelError(f"base {name!r}: {config_file.name} cannot be read: {error}", field="base") from error
+        raise BaseModelError(
+            f"base {name!r}: {config_file.name} cannot be read: {error}", field="base"
+        ) from error
     return load_weights(config, convert(_read_tensors(path, name), config, name=name))
 
 
@@ -92,7 +94,8 @@ def _read_tensors(path: Path, name: str) -> dict[str, Tensor]:
         data: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise BaseModelError(
-            f"base {name!r} cannot be read as tensors ({type(error).__name__}); save it as .safetensors", field="base"
+            f"base {name!r} cannot be read as tensors ({type(error).__name__}); save it as .safetensors",
+            field="base",
         ) from error
     data = data.get("state_dict", data) if isinstance(data, dict) else {}
     return {k.removeprefix("module."): v for k, v in data.items() if isinstance(v, Tensor)}
@@ -101,7 +104,9 @@ def _read_tensors(path: Path, name: str) -> dict[str, Tensor]:
 def _preprocess(data: dict[str, Any], size: int) -> PreprocessConfig:
     """open_clip's preprocess_cfg as ours; what is not given is CLIP's."""
     if data.get("resize_mode", "shortest") != "shortest" or data.get("mode", "RGB") != "RGB":
-        raise BaseModelError(f"preprocessing {data!r} is not supported: RGB, resize_mode shortest", field="base")
+        raise BaseModelError(
+            f"preprocessing {data!r} is not supported: RGB, resize_mode shortest", field="base"
+        )
     given = data.get("size", size)
     size = given[0] if isinstance(given, (list, tuple)) else given
     values = {k: data[k] for k in ("mean", "std", "interpolation") if k in data}
@@ -110,19 +115,23 @@ def _preprocess(data: dict[str, Any], size: int) -> PreprocessConfig:
 
 def _from_open_clip(name: str) -> Clip:
     if importlib.util.find_spec("open_clip") is None:
-        raise MissingDependencyError(f'base {name!r} needs open_clip: pip install "dear-serve[train]"', field="base")
+        raise MissingDependencyError(
+            f'base {name!r} needs open_clip: pip install "dear-serve[train]"', field="base"
+        )
     import open_clip
 
     model_name, _, tag = name.partition("/")
     config = open_clip.get_model_config(model_name)
     if config is None:
         raise BaseModelError(
-            f"base {name!r} is neither dear-mini, a file, nor an open_clip model/tag such as ViT-B-16/openai", field="base"
+            f"base {name!r} is neither dear-mini, a file, nor an open_clip model/tag such as ViT-B-16/openai",
+            field="base",
         )
     if not tag:
         tags = ", ".join(open_clip.list_pretrained_tags_by_model(model_name)) or "none known"
         raise BaseModelError(
-            f"base {name!r} names no weights: add a tag ({tags}), a file, or random, as {model_name}/TAG", field="base"
+            f"base {name!r} names no weights: add a tag ({tags}), a file, or random, as {model_name}/TAG",
+            field="base",
         )
     ours = clip_config(config, name=name)  # refuses before anything is downloaded
     if tag == "random":
