@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, Dataset
 from dear_serve.backbone.clip import Clip
 from dear_serve.backbone.weights import clip_config, to_open_clip
 from dear_serve.backbone.zoo import ASSETS, load_base
-from dear_serve.config import ClipConfig, PreprocessConfig, StrictConfig
+from dear_serve.config import PreprocessConfig, StrictConfig
 from dear_serve.errors import CheckFailedError, ConfigError, DearError
 from dear_serve.tokenizer import Tokenizer
 from training.captions import Captions, attribute_prompts, captions_of, sample_captions, truth_matrix
@@ -219,7 +219,7 @@ def _rate(config: PretrainConfig, step: int) -> float:
 def _save(path: Path, state: dict[str, Any]) -> None:
     partial = path.with_suffix(".partial")
     torch.save(state, partial)
-    os.replace(partial, path)
+    partial.replace(path)
 
 
 def _steps(config: PretrainConfig, first: int) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -59,10 +59,11 @@ class Attention(nn.Module):
             (B, N, d).
         """
         mixed = self.mix_values(x, mask)
-        return self.out_proj(mixed.transpose(1, 2).flatten(2))
+        out: Tensor = self.out_proj(mixed.transpose(1, 2).flatten(2))
+        return out
 
     def mix_values(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Each head's attention-weighted values, before the output projection: (B, N, d) -> (B, H, N, e)."""
+        """Each head's attention-weighted values before the output projection, (B, N, d) -> (B, H, N, e)."""
         qkv = self.in_proj(x).unflatten(-1, (3, self.heads, self.head_width))
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         if x.device.type == "cpu" and torch.is_grad_enabled() and q.requires_grad:
@@ -109,4 +110,5 @@ class Block(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """(B, N, d) -> (B, N, d); `mask` as in `Attention.forward`."""
         x = x + self.ls_1(self.attention(self.ln_1(x), mask))
-        return x + self.ls_2(self.mlp(self.ln_2(x)))
+        out: Tensor = x + self.ls_2(self.mlp(self.ln_2(x)))
+        return out

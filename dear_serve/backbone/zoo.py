@@ -109,7 +109,7 @@ def _preprocess(data: dict[str, Any], size: int) -> PreprocessConfig:
         )
     given = data.get("size", size)
     size = given[0] if isinstance(given, (list, tuple)) else given
-    values = {k: data[k] for k in ("mean", "std", "interpolation") if k in data}
+    values: dict[str, Any] = {k: data[k] for k in ("mean", "std", "interpolation") if k in data}
     return PreprocessConfig.from_dict({"size": size, **values}, where="preprocess_cfg")
 
 

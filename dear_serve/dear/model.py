@@ -29,7 +29,7 @@ def resolve(config: DearConfig, clip: Clip) -> DearConfig:
     Raises:
         ConfigError: a block outside the tower, or too many text tokens.
     """
-    values = {}
+    blocks: dict[str, int] = {}
     for field, layers in (
         ("first_block", clip.config.vision.layers),
         ("text_first_block", clip.config.text.layers),
@@ -37,12 +37,12 @@ def resolve(config: DearConfig, clip: Clip) -> DearConfig:
         value = getattr(config, field) or default_first_block(layers)
         if not 1 <= value <= layers:
             raise ConfigError(f"{field} is {value}; the tower has blocks 1 to {layers}", field=field)
-        values[field] = value
+        blocks[field] = value
     if config.text_tokens > MAX_EXTRA_TOKENS:
         raise ConfigError(
             f"text_tokens is {config.text_tokens}; at most {MAX_EXTRA_TOKENS}", field="text_tokens"
         )
-    return replace(config, **values)
+    return replace(config, first_block=blocks["first_block"], text_first_block=blocks["text_first_block"])
 
 
 class DearModel(nn.Module):
