@@ -12,6 +12,7 @@ except ImportError as _error:
         "the gallery needs LanceDB: pip install 'lancedb>=0.25' 'pyarrow>=17'"
     ) from _error
 
+from dear_serve.gallery.indexer import IndexReport, content_hash, gallery_spec, index_folder
 from dear_serve.gallery.query import (
     AttributeRequest,
     Invented,
@@ -29,10 +30,14 @@ __all__ = [
     "GallerySpec",
     "GalleryStats",
     "Hit",
+    "IndexReport",
     "Invented",
     "PhraseAttribute",
     "Query",
     "Record",
     "build_query",
+    "content_hash",
+    "gallery_spec",
+    "index_folder",
     "parse_attributes",
 ]

@@ -9,9 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import pyarrow as pa
 
 from dear_serve.errors import GalleryError, InputError
+from dear_serve.runtime.base import Float32
 
 __all__ = [
     "FORMAT_VERSION",
@@ -20,6 +22,8 @@ __all__ = [
     "Metadata",
     "MetadataValue",
     "arrow_schema",
+    "check_id",
+    "check_ids",
     "check_metadata",
     "kind_fields",
     "metadata_column",
@@ -28,9 +32,11 @@ __all__ = [
     "spec_of",
     "typed_values",
     "vector_column",
+    "vector_columns",
 ]
 
 FORMAT_VERSION = 1
+MAX_ID_LENGTH = 512
 Kind = Literal["text", "number", "truth"]
 MetadataValue: TypeAlias = str | int | float | bool | None
 Metadata: TypeAlias = dict[str, MetadataValue]
@@ -217,3 +223,52 @@ def typed_values(rows: Sequence[Metadata], key: str, kind: Kind) -> pa.Array:
 def kind_fields(kinds: Mapping[str, Kind]) -> pa.Schema:
     """Columns to add to a table for new metadata keys."""
     return pa.schema([pa.field(metadata_column(k), _ARROW_TYPES[v]) for k, v in kinds.items()])
+
+
+def check_id(value: str) -> None:
+    """Raise InputError (bad_ids) unless the id can be stored."""
+    usable = isinstance(value, str) and 0 < len(value) <= MAX_ID_LENGTH and "\0" not in value
+    if not usable or not _is_unicode(value):
+        raise InputError(
+            f"id {str(value)[:80]!a} is not text of 1 to {MAX_ID_LENGTH} characters",
+            code="bad_ids",
+            field="ids",
+        )
+
+
+def check_ids(ids: Sequence[str]) -> None:
+    """Raise InputError (bad_ids) unless the ids can be stored and are distinct."""
+    for i in ids:
+        check_id(i)
+    if len(set(ids)) != len(ids):
+        twice = next(i for n, i in enumerate(ids) if i in ids[:n])
+        raise InputError(f"id {twice[:80]!a} is given twice", code="bad_ids", field="ids")
+
+
+def vector_columns(
+    spec: GallerySpec, ids: Sequence[str], vectors: Mapping[str, Float32]
+) -> dict[str, pa.FixedSizeListArray]:
+    """The vectors at length 1 as columns. Raises InputError (bad_vector)."""
+    if set(vectors) != set(spec.columns):
+        raise InputError(
+            f"vectors are {', '.join(sorted(vectors))}; the gallery has {', '.join(sorted(spec.columns))}",
+            code="bad_vector",
+        )
+    columns = {}
+    for name, width in spec.columns.items():
+        values = np.asarray(vectors[name], dtype=np.float32)
+        if values.shape != (len(ids), width):
+            raise InputError(
+                f"vector {name!r} has shape {values.shape}; ({len(ids)}, {width}) is expected",
+                code="bad_vector",
+            )
+        norms = np.linalg.norm(values.astype(np.float64), axis=1, keepdims=True)
+        wrong = np.flatnonzero(~(np.isfinite(norms) & (norms > 0)).ravel())
+        if len(wrong):
+            raise InputError(
+                f"vector {name!r} of {ids[wrong[0]][:80]!a} is zero or not finite and points nowhere",
+                code="bad_vector",
+            )
+        unit = (values / norms).astype(np.float32)
+        columns[vector_column(name)] = pa.FixedSizeListArray.from_arrays(pa.array(unit.ravel()), width)
+    return columns

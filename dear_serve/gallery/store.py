@@ -25,6 +25,7 @@ from dear_serve.gallery.schema import (
     Kind,
     Metadata,
     arrow_schema,
+    check_ids,
     check_metadata,
     kind_fields,
     metadata_column,
@@ -33,6 +34,7 @@ from dear_serve.gallery.schema import (
     spec_of,
     typed_values,
     vector_column,
+    vector_columns,
 )
 from dear_serve.gallery.snapshot import Snapshot
 from dear_serve.runtime.base import Float32
@@ -40,7 +42,6 @@ from dear_serve.runtime.base import Float32
 __all__ = ["Gallery", "GalleryStats", "Hit", "Record"]
 
 TABLE = "pictures"
-MAX_ID_LENGTH = 512
 _ATTEMPTS = 30
 T = TypeVar("T")
 
@@ -157,7 +158,7 @@ class Gallery:
         Returns how many there were. Raises InputError (bad_ids, bad_vector, bad_metadata), OverloadError when
         other writers leave no turn, GalleryError when the disk fails.
         """
-        _check_ids(ids)
+        check_ids(ids)
         lengths = {len(ids), len(metadata), len(thumbnails), len(hashes)}
         if len(lengths) != 1:
             raise InputError(
@@ -171,7 +172,7 @@ class Gallery:
             "hash": pa.array(hashes, type=pa.string()),
             "metadata": pa.array([json.dumps(row, ensure_ascii=False) for row in rows], type=pa.string()),
             "thumbnail": pa.array(thumbnails, type=pa.binary()),
-            **_vector_columns(self.spec, ids, vectors),
+            **vector_columns(self.spec, ids, vectors),
         }
 
         def upsert(table: Any) -> None:
@@ -330,47 +331,3 @@ def _is_conflict(error: Exception) -> bool:
     """Whether another writer's commit came first; LanceDB has no error class for it."""
     text = str(error).lower()
     return any(word in text for word in ("conflict", "concurrent", "already exists", "duplicate column"))
-
-
-def _check_ids(ids: Sequence[str]) -> None:
-    """Raise InputError (bad_ids) unless the ids can be stored and are distinct."""
-    for i in ids:
-        usable = isinstance(i, str) and 0 < len(i) <= MAX_ID_LENGTH and "\0" not in i
-        if not usable or any("\ud800" <= c <= "\udfff" for c in i):
-            raise InputError(
-                f"id {str(i)[:80]!a} is not text of 1 to {MAX_ID_LENGTH} characters",
-                code="bad_ids",
-                field="ids",
-            )
-    if len(set(ids)) != len(ids):
-        twice = next(i for n, i in enumerate(ids) if i in ids[:n])
-        raise InputError(f"id {twice[:80]!a} is given twice", code="bad_ids", field="ids")
-
-
-def _vector_columns(
-    spec: GallerySpec, ids: Sequence[str], vectors: Mapping[str, Float32]
-) -> dict[str, pa.FixedSizeListArray]:
-    """The vectors at length 1 as columns. Raises InputError (bad_vector)."""
-    if set(vectors) != set(spec.columns):
-        raise InputError(
-            f"vectors are {', '.join(sorted(vectors))}; the gallery has {', '.join(sorted(spec.columns))}",
-            code="bad_vector",
-        )
-    columns = {}
-    for name, width in spec.columns.items():
-        values = np.asarray(vectors[name], dtype=np.float32)
-        if values.shape != (len(ids), width):
-            raise InputError(
-                f"vector {name!r} has shape {values.shape}; ({len(ids)}, {width}) is expected",
-                code="bad_vector",
-            )
-        norms = np.linalg.norm(values.astype(np.float64), axis=1, keepdims=True)
-        wrong = np.flatnonzero(~(np.isfinite(norms) & (norms > 0)).ravel())
-        if len(wrong):
-            raise InputError(
-                f"vector {name!r} of {ids[wrong[0]][:80]!a} is zero or not finite and points nowhere",
-                code="bad_vector",
-            )
-        unit = (values / norms).astype(np.float32)
-        columns[vector_column(name)] = pa.FixedSizeListArray.from_arrays(pa.array(unit.ravel()), width)
-    return columns

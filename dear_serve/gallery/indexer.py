@@ -1,0 +1,289 @@
+"""Puts a folder of pictures into a gallery: decoding in threads, the engine and the writing overlapped."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from dear_serve.bundle import Bundle
+from dear_serve.errors import DataError, DearError, ImageError
+from dear_serve.gallery.labels_csv import read_labels
+from dear_serve.gallery.schema import GallerySpec, Metadata, check_id, new_kinds
+from dear_serve.gallery.store import Gallery
+from dear_serve.preprocess import DEFAULT_LIMITS, ImageLimits, decode_image, preprocess, thumbnail
+from dear_serve.runtime.base import Engine, Float32, ImageFeatures
+
+__all__ = ["IndexReport", "VectorSource", "content_hash", "gallery_spec", "index_folder"]
+
+LABELS = "labels.csv"
+SUFFIXES = frozenset(
+    (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".heic", ".heif")
+)
+# A write is one commit with a few synced files; fewer, larger ones cost less and lose more work to a kill.
+_WRITE = 512
+_MAX_DECODERS = 8
+
+Bad = tuple[str, str]
+
+
+class VectorSource(Protocol):
+    """What an indexer needs of a predictor (`dear_serve.runtime.predict.Predictor`)."""
+
+    bundle: Bundle
+    engine: Engine
+
+    @property
+    def columns(self) -> dict[str, int]:
+        """Width of each search vector."""
+
+    def readout(self, features: ImageFeatures) -> dict[str, Float32]:
+        """Search vectors (B, r) by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexReport:
+    """What became of a folder's pictures."""
+
+    added: int
+    """New or changed ones, now in the gallery."""
+    skipped: int
+    """Already there, with the same content and metadata."""
+    bad: tuple[Bad, ...]
+    """Relative path and reason of each that could not be added."""
+
+
+def gallery_spec(source: VectorSource) -> GallerySpec:
+    """The specification of galleries that hold this predictor's vectors."""
+    bundle = source.bundle
+    return GallerySpec(
+        bundle_sha256=bundle.sha256, base_sha256=bundle.manifest.base.sha256, columns=source.columns
+    )
+
+
+def content_hash(data: bytes, metadata: Metadata) -> str:
+    """sha256 in hexadecimal of a picture's bytes and its metadata: unchanged, it need not be added again."""
+    digest = hashlib.sha256(data)
+    digest.update(json.dumps(metadata, sort_keys=True).encode())
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Prepared:
+    """A decoded picture. pixels: (3, S, S) float32."""
+
+    id: str
+    hash: str
+    metadata: Metadata
+    pixels: Float32
+    thumbnail: bytes
+
+
+@dataclass(kw_only=True)
+class _Pending:
+    """Embedded pictures that wait to be written."""
+
+    pictures: list[_Prepared] = field(default_factory=list)
+    vectors: list[dict[str, Float32]] = field(default_factory=list)
+
+    def write(self, gallery: Gallery) -> int:
+        """Add them all; how many there were."""
+        if not self.pictures:
+            return 0
+        return gallery.add(
+            [p.id for p in self.pictures],
+            {n: np.concatenate([v[n] for v in self.vectors]) for n in self.vectors[0]},
+            [p.metadata for p in self.pictures],
+            [p.thumbnail for p in self.pictures],
+            [p.hash for p in self.pictures],
+        )
+
+
+def _walk(folder: Path) -> list[str]:
+    """Relative POSIX paths of the pictures below `folder`, sorted; hidden files and folders left out."""
+    found = []
+    for root, folders, files in os.walk(folder):
+        folders[:] = [f for f in folders if not f.startswith(".")]
+        here = Path(root)
+        found += [
+            (here / f).relative_to(folder).as_posix()
+            for f in files
+            if Path(f).suffix.lower() in SUFFIXES and not f.startswith(".")
+        ]
+    return sorted(found)
+
+
+class _Preparer:
+    """Reads and decodes single pictures; called in several threads."""
+
+    def __init__(
+        self, folder: Path, source: VectorSource, known: Mapping[str, str], labels: Mapping[str, Metadata]
+    ) -> None:
+        self._folder = folder
+        self._config = source.bundle.manifest.preprocess
+        self._limits: ImageLimits = DEFAULT_LIMITS
+        self._known = known
+        self._labels = labels
+
+    def __call__(self, name: str) -> _Prepared | Bad | None:
+        """The picture decoded, why it is bad, or None when the gallery has it as it is."""
+        try:
+            check_id(name)
+            data = self._read(self._folder / name)
+            metadata = self._labels.get(name, {})
+            digest = content_hash(data, metadata)
+            if self._known.get(name) == digest:
+                return None
+            image = decode_image(data, limits=self._limits)
+            return _Prepared(
+                id=name,
+                hash=digest,
+                metadata=metadata,
+                pixels=preprocess(image, self._config),
+                thumbnail=thumbnail(image),
+            )
+        except DearError as error:
+            return name, error.message
+        except OSError as error:
+            return name, f"cannot be read: {error.strerror}"
+
+    def _read(self, path: Path) -> bytes:
+        """The file's bytes; a pipe or device with a picture's name would never end."""
+        if not path.is_file():
+            raise ImageError("not a file")
+        size = path.stat().st_size
+        if size > self._limits.max_bytes:
+            raise ImageError(f"{size} bytes; at most {self._limits.max_bytes}", code="too_many_bytes")
+        return path.read_bytes()
+
+
+def _ahead(
+    pool: ThreadPoolExecutor, prepare: _Preparer, names: Iterable[str], depth: int
+) -> Iterator[_Prepared | Bad | None]:
+    """`prepare` of every name, in order, at most `depth` of them decoded or being decoded at once."""
+    rest = iter(names)
+    waiting: deque[Future[_Prepared | Bad | None]] = deque(
+        pool.submit(prepare, name) for name in islice(rest, depth)
+    )
+    while waiting:
+        result = waiting.popleft().result()
+        for name in islice(rest, 1):
+            waiting.append(pool.submit(prepare, name))
+        yield result
+
+
+class _Embedder:
+    """Runs the engine batch by batch and writes in a thread of its own while the next batch runs."""
+
+    def __init__(self, source: VectorSource, gallery: Gallery, writer: ThreadPoolExecutor) -> None:
+        self._source = source
+        self._gallery = gallery
+        self._writer = writer
+        self._pending = _Pending()
+        self._writing: Future[int] | None = None
+        self.added = 0
+        self.bad: list[Bad] = []
+
+    def embed(self, batch: list[_Prepared]) -> None:
+        """Embed B pictures and queue them for writing."""
+        if not batch:
+            return
+        features = self._source.engine.encode_image(np.stack([p.pixels for p in batch]))
+        vectors = self._source.readout(features)
+        usable = np.all([_has_direction(rows) for rows in vectors.values()], axis=0)
+        self.bad += [
+            (p.id, "the model gives it no usable vector") for p, u in zip(batch, usable, strict=True) if not u
+        ]
+        self._pending.vectors.append({n: rows[usable] for n, rows in vectors.items()})
+        self._pending.pictures += [p for p, u in zip(batch, usable, strict=True) if u]
+        if len(self._pending.pictures) >= _WRITE:
+            self.flush()
+
+    def flush(self) -> None:
+        """Begin to write what is queued, once the write before it has ended."""
+        self.wait()
+        self._writing = self._writer.submit(self._pending.write, self._gallery)
+        self._pending = _Pending()
+
+    def wait(self) -> None:
+        """Return when the last write has ended; raises its error."""
+        if self._writing is not None:
+            self.added += self._writing.result()
+            self._writing = None
+
+
+def _has_direction(rows: Float32) -> npt.NDArray[np.bool_]:
+    """(B,) which rows are finite and not zero."""
+    norms = np.linalg.norm(rows, axis=1)
+    usable: npt.NDArray[np.bool_] = np.isfinite(norms) & (norms > 0)
+    return usable
+
+
+def index_folder(
+    source: VectorSource,
+    gallery: Gallery,
+    folder: Path,
+    *,
+    batch_size: int = 64,
+    threads: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> IndexReport:
+    """Add the pictures below a folder to a gallery; what is there unchanged is skipped, so a killed run resumes.
+
+    Ids are paths relative to the folder, with "/". Metadata comes from the folder's `labels.csv` (see
+    `read_labels`), where there is one. A bad picture is reported and never stops the others.
+
+    Args:
+        source: the predictor that made, or makes, the gallery's vectors.
+        batch_size: pictures the engine gets at once.
+        threads: decoding threads; default: the CPUs, at most 8.
+        progress: called with pictures done and pictures in all, after each picture.
+
+    Raises DataError (no such folder, bad labels.csv), GalleryError (made with another bundle), InputError
+    (bad_metadata: columns of labels.csv against the gallery's).
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise DataError(f"{folder} is not a folder", field="folder")
+    gallery.spec.check_same(gallery_spec(source))
+    labels = read_labels(folder / LABELS) if (folder / LABELS).is_file() else {}
+    new_kinds(labels.values(), gallery.stats().metadata)
+    names = _walk(folder)
+    bad: list[Bad] = [(n, f"{LABELS} names it and it is not there") for n in sorted(set(labels) - set(names))]
+    skipped = 0
+    batch: list[_Prepared] = []
+    prepare = _Preparer(folder, source, gallery.hashes(), labels)
+    workers = threads or min(_MAX_DECODERS, os.cpu_count() or 1)
+    with ThreadPoolExecutor(workers, "decode") as decoders, ThreadPoolExecutor(1, "write") as writer:
+        embedder = _Embedder(source, gallery, writer)
+        try:
+            for done, item in enumerate(_ahead(decoders, prepare, names, 2 * batch_size), start=1):
+                if item is None:
+                    skipped += 1
+                elif isinstance(item, _Prepared):
+                    batch.append(item)
+                else:
+                    bad.append(item)
+                if len(batch) >= batch_size:
+                    embedder.embed(batch)
+                    batch = []
+                if progress:
+                    progress(done, len(names))
+            embedder.embed(batch)
+            embedder.flush()
+            embedder.wait()
+        finally:
+            decoders.shutdown(cancel_futures=True)
+    if embedder.added:
+        gallery.compact()
+    return IndexReport(added=embedder.added, skipped=skipped, bad=tuple(bad + embedder.bad))
