@@ -15,20 +15,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save_file
 
 from dear_serve import __version__
 from dear_serve.atomic import FolderWriter, recover_folder
+from dear_serve.dear.roles import Roles
 from dear_serve.errors import BundleError, ConfigError
 from dear_serve.manifest import FORMAT_VERSION, MANIFEST_NAME, BaseRef, FileEntry, Manifest, Readout
-
-if TYPE_CHECKING:
-    from dear_serve.dear.roles import Roles
 
 __all__ = [
     "FORMAT_VERSION",
@@ -153,6 +151,8 @@ class Bundle:
         for name, entry in bundle.manifest.files.items():
             _check_file(paths.root / name, name, entry, verify=verify)
         bundle.basis()
+        bundle.roles()
+        _check_adapter(bundle)
         return bundle
 
     @property
@@ -172,15 +172,17 @@ class Bundle:
         return self.paths.root / name
 
     def roles(self) -> Roles:
-        """The fixed head roles; BundleError if they belong to another base or other attributes."""
-        from dear_serve.dear.roles import Roles
+        """The fixed head roles; BundleError if they belong to another base or another J.
 
+        Roles that were not computed from a base (`Roles.uniform`) name none and fit every base of their shape.
+        """
         roles = Roles.load(self.file("roles.json"))
-        base, dear = self.manifest.base, self.manifest.dear
+        base, vision = self.manifest.base, self.manifest.base.clip.vision
         for what, found, expected in (
-            ("base weights", roles.base_sha256, base.sha256),
-            ("first block", roles.first_block, dear.first_block),
-            ("attributes", tuple(roles.attributes), dear.attributes),
+            ("base weights", roles.base_sha256 or base.sha256, base.sha256),
+            ("first block", roles.first_block, self.manifest.dear.first_block),
+            ("blocks", roles.layers, vision.layers),
+            ("heads a block", roles.heads_per_layer, vision.heads),
         ):
             if found != expected:
                 raise BundleError(f"roles.json is for {what} {found}; {MANIFEST_NAME} says {expected}")
@@ -285,6 +287,28 @@ def _check_file(path: Path, name: str, entry: FileEntry, *, verify: bool) -> Non
             )
 
 
+def _check_adapter(bundle: Bundle) -> None:
+    """Shapes of the learned tensors against the manifest, from the file's header alone."""
+    manifest, name = bundle.manifest, "adapter.safetensors"
+    dear, clip = manifest.dear, manifest.base.clip
+    expected = {
+        "attribute_tokens.tokens": (len(dear.attributes), clip.vision.width),
+        "attribute_projection": (clip.vision.width, clip.embed_dim),
+        "text_tokens.tokens": (dear.text_tokens, clip.text.width),
+        "fusion.weights": (len(dear.attributes) + 1,),
+    }
+    try:
+        with safe_open(bundle.file(name), framework="numpy") as tensors:
+            found = {key: tuple(tensors.get_slice(key).get_shape()) for key in tensors.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise BundleError(f"{name} is not a safetensors file ({error}); make the bundle again") from error
+    for key, shape in expected.items():
+        if found.get(key) != shape:
+            raise BundleError(
+                f"{name} holds {key} of shape {found.get(key)}; {MANIFEST_NAME} implies {shape}"
+            )
+
+
 class BundleWriter:
     """Context manager that makes or replaces a bundle as a whole.
 
@@ -317,7 +341,10 @@ class BundleWriter:
         return self
 
     def commit(self, manifest: Manifest) -> Bundle:
-        """List every file written (size, hash) in `manifest`, write it, and put the bundle in its place."""
+        """List every file written (size, hash) in `manifest`, write it, and put the bundle in its place.
+
+        Raises BundleError, and changes nothing, if the bundle could not be opened (shapes, roles, readouts).
+        """
         root = self.paths.root
         files = {
             path.relative_to(root).as_posix(): FileEntry(sha256=sha256_file(path), size=path.stat().st_size)
@@ -327,8 +354,9 @@ class BundleWriter:
         complete = replace(manifest, files=files, library_version=__version__)
         text = json.dumps(complete.to_dict(), indent=2, ensure_ascii=False, allow_nan=False)
         self.paths.manifest.write_text(text + "\n", encoding="utf-8")
+        bundle = Bundle.open(root, verify=False)  # what could not be opened must not replace what can
         self._writer.commit()
-        return Bundle.open(self._target, verify=False)
+        return replace(bundle, paths=BundlePaths(self._target))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -19,6 +19,7 @@ from dear_serve import atomic
 from dear_serve.atomic import FolderWriter
 from dear_serve.bundle import Bundle, BundlePaths, BundleWriter, load_arrays, save_arrays, sha256_file
 from dear_serve.config import DearConfig
+from dear_serve.dear.roles import Roles
 from dear_serve.errors import BundleError, ConfigError
 from dear_serve.manifest import BaseRef, FileEntry, Manifest, Readout
 
@@ -44,13 +45,31 @@ def manifest(tiny_clip_config):
     )
 
 
+SHAPES = {
+    "attribute_tokens.tokens": (2, 32),
+    "attribute_projection": (32, 24),
+    "text_tokens.tokens": (2, 32),
+    "fusion.weights": (3,),
+}
+
+
+def fill(paths: BundlePaths, seed: int) -> None:
+    save_arrays(paths.adapter, {name: np.full(shape, seed, np.float32) for name, shape in SHAPES.items()})
+    save_arrays(paths.readouts, {"color": np.eye(2, 24, dtype=np.float32)})
+    roles().save(paths.roles)
+    paths.tokenizer.write_text(json.dumps({"seed": seed}))
+
+
+def roles(**changes) -> Roles:
+    uniform = Roles.uniform(
+        "mixed", **{"layers": 3, "heads_per_layer": 4, "first_block": 3, "attributes": ()} | changes
+    )
+    return dataclasses.replace(uniform, base="tiny", base_sha256="0" * 64)
+
+
 def write(path: Path, manifest: Manifest, *, seed: int = 0) -> Bundle:
-    rng = np.random.default_rng(seed)
     with BundleWriter(path) as writer:
-        save_arrays(writer.paths.adapter, {"tokens": rng.standard_normal((2, 32)).astype(np.float32)})
-        save_arrays(writer.paths.readouts, {"color": np.eye(2, 24, dtype=np.float32)})
-        writer.paths.roles.write_text(json.dumps({"seed": seed}))
-        writer.paths.tokenizer.write_text("{}")
+        fill(writer.paths, seed)
         return writer.commit(manifest)
 
 
@@ -60,7 +79,7 @@ def bundle(tmp_path, manifest):
 
 
 def seed_of(path: Path) -> int:
-    return json.loads(Bundle.open(path).paths.roles.read_text())["seed"]
+    return json.loads(Bundle.open(path).paths.tokenizer.read_text())["seed"]
 
 
 def others(folder: Path) -> list[str]:
@@ -81,7 +100,7 @@ def test_round_trip(bundle, manifest):
     }
     assert opened.name == "flowers"
     np.testing.assert_array_equal(opened.basis()["color"], np.eye(2, 24, dtype=np.float32))
-    assert load_arrays(opened.paths.adapter)["tokens"].shape == (2, 32)
+    assert load_arrays(opened.paths.adapter)["attribute_projection"].shape == (32, 24)
     assert others(bundle.paths.root.parent) == []
 
 
@@ -111,7 +130,7 @@ def test_arrays_that_are_not_contiguous_are_written_as_they_read(tmp_path):
 def test_no_bundle_there(tmp_path):
     with pytest.raises(BundleError, match=r"holds no dear\.json.*training\.run"):
         Bundle.open(tmp_path / "absent")
-    with pytest.raises(BundleError, match="holds no dear.json"):
+    with pytest.raises(BundleError, match=r"holds no dear\.json"):
         Bundle.open(tmp_path)
 
 
@@ -156,10 +175,10 @@ def test_changed_size_is_told_with_both_values_before_hashing(bundle, monkeypatc
 
 
 def test_changed_content_is_told_with_both_hashes(bundle):
-    expected = bundle.manifest.files["roles.json"].sha256
-    bundle.paths.roles.write_text(json.dumps({"seed": 1}))
-    found = sha256_file(bundle.paths.roles)
-    with pytest.raises(BundleError, match=rf"roles\.json has sha256 {found}; dear\.json says {expected}"):
+    expected = bundle.manifest.files["tokenizer.json"].sha256
+    bundle.paths.tokenizer.write_text(json.dumps({"seed": 1}))
+    found = sha256_file(bundle.paths.tokenizer)
+    with pytest.raises(BundleError, match=rf"tokenizer\.json has sha256 {found}; dear\.json says {expected}"):
         Bundle.open(bundle.paths.root)
     assert Bundle.open(bundle.paths.root, verify=False).manifest.class_names
 
@@ -200,8 +219,64 @@ def test_paths_that_lead_out_of_the_folder_are_refused(bundle, name):
 )
 def test_readout_shapes_are_checked(tmp_path, manifest, arrays, message):
     with pytest.raises(BundleError, match=message), BundleWriter(tmp_path / "b") as writer:
+        fill(writer.paths, 0)
         save_arrays(writer.paths.readouts, arrays)
         writer.commit(manifest)
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "message"),
+    [
+        (
+            "attribute_projection",
+            np.zeros((32, 23), np.float32),
+            r"of shape \(32, 23\); dear\.json implies \(32, 24\)",
+        ),
+        (
+            "fusion.weights",
+            np.zeros(2, np.float32),
+            r"fusion\.weights of shape \(2,\); dear\.json implies \(3,\)",
+        ),
+        ("text_tokens.tokens", None, r"text_tokens\.tokens of shape None; dear\.json implies \(2, 32\)"),
+    ],
+)
+def test_adapter_shapes_are_checked(tmp_path, manifest, name, array, message):
+    arrays = {key: np.zeros(shape, np.float32) for key, shape in SHAPES.items()} | {name: array}
+    with pytest.raises(BundleError, match=message), BundleWriter(tmp_path / "b") as writer:
+        fill(writer.paths, 0)
+        save_arrays(writer.paths.adapter, {key: a for key, a in arrays.items() if a is not None})
+        writer.commit(manifest)
+
+
+def test_an_adapter_that_is_no_safetensors_file(tmp_path, manifest):
+    message = r"adapter\.safetensors is not a safetensors file"
+    with pytest.raises(BundleError, match=message), BundleWriter(tmp_path / "b") as writer:
+        fill(writer.paths, 0)
+        writer.paths.adapter.write_bytes(b"pickle")
+        writer.commit(manifest)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (roles(first_block=2), r"first block 2; dear\.json says 3"),
+        (roles(layers=4), r"blocks 4; dear\.json says 3"),
+        (roles(heads_per_layer=2), r"heads a block 2; dear\.json says 4"),
+        (dataclasses.replace(roles(), base_sha256="1" * 64), r"base weights 1{64}; dear\.json says 0{64}"),
+    ],
+)
+def test_roles_of_something_else_are_refused(tmp_path, manifest, other, message):
+    with pytest.raises(BundleError, match=message), BundleWriter(tmp_path / "b") as writer:
+        fill(writer.paths, 0)
+        other.save(writer.paths.roles)
+        writer.commit(manifest)
+
+
+def test_roles_that_name_no_base_fit(tmp_path, manifest):
+    with BundleWriter(tmp_path / "b") as writer:
+        fill(writer.paths, 0)
+        dataclasses.replace(roles(), base_sha256="").save(writer.paths.roles)
+        assert writer.commit(manifest).roles().method == "uniform-mixed"
 
 
 def test_not_safetensors(tmp_path):
@@ -345,6 +420,15 @@ def test_an_exception_leaves_the_old_one(bundle):
     assert others(bundle.paths.root.parent) == []
 
 
+def test_a_bundle_that_could_not_be_opened_replaces_nothing(bundle, manifest):
+    with pytest.raises(BundleError, match="first block 2"), BundleWriter(bundle.paths.root) as writer:
+        fill(writer.paths, 1)
+        roles(first_block=2).save(writer.paths.roles)
+        writer.commit(manifest)
+    assert seed_of(bundle.paths.root) == 0
+    assert others(bundle.paths.root.parent) == []
+
+
 def test_leaving_without_commit_writes_nothing(tmp_path):
     with BundleWriter(tmp_path / "b") as writer:
         writer.paths.roles.write_text("{}")
@@ -402,8 +486,7 @@ def test_a_living_writers_folder_is_left_alone(bundle, manifest):
     with BundleWriter(bundle.paths.root) as slow:
         os.utime(slow.paths.root, (0, 0))
         write(bundle.paths.root, manifest, seed=1)
-        slow.paths.roles.write_text(json.dumps({"seed": 2}))
-        save_arrays(slow.paths.readouts, {"color": np.eye(2, 24, dtype=np.float32)})
+        fill(slow.paths, 2)
         slow.commit(manifest)
     assert seed_of(bundle.paths.root) == 2
     assert others(bundle.paths.root.parent) == []

@@ -1,0 +1,308 @@
+"""The predictor: per-picture errors, label sets, numbers, search vectors; on the fake engine."""
+
+from __future__ import annotations
+
+import io
+import threading
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dear_serve.bundle import Bundle
+from dear_serve.errors import BundleError, ImageError, InputError, LabelError, QueryError, TextError
+from dear_serve.labels import softmax
+from dear_serve.preprocess import ImageLimits, preprocess_bytes
+from dear_serve.readout import project
+from dear_serve.runtime.base import ImageFeatures
+from dear_serve.runtime.predict import Predictor
+
+
+def picture(color, size=(40, 30), kind="PNG") -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", size, color).save(buffer, kind)
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def predictor(fake_bundle):
+    with Predictor.open(fake_bundle.paths.root, engine="fake") as predictor:
+        yield predictor
+
+
+PICTURES = [picture("red"), picture("green"), picture("blue", (64, 64), "JPEG")]
+
+
+# Classification
+
+
+def test_numbers_of_an_adapted_answer(predictor):
+    """Checked against the engine and the equations of method.md §4, not against the code under test."""
+    results = predictor.classify(PICTURES, top_k=3)
+    manifest = predictor.bundle.manifest
+    pixels = np.stack([preprocess_bytes(p, manifest.preprocess) for p in PICTURES])
+    features = predictor.engine.encode_image(pixels)
+    logits = predictor.engine.classify(pixels)
+    classes = predictor.class_features()
+    for row, result in enumerate(results):
+        assert result.error is None
+        assert result.warnings == []
+        assert sorted(p.label for p in result.predictions) == sorted(manifest.class_names)
+        probabilities = [p.probability for p in result.predictions]
+        assert probabilities == sorted(probabilities, reverse=True)
+        assert sum(probabilities) == pytest.approx(1.0, abs=1e-6)
+        for p in result.predictions:
+            column = manifest.class_names.index(p.label)
+            assert p.logit == pytest.approx(logits[row, column], abs=1e-5)
+            assert p.cosine == pytest.approx(float(features.cls[row] @ classes[column]), abs=1e-6)
+            assert p.probability == pytest.approx(float(softmax(logits)[row, column]), abs=1e-6)
+            assert list(p.contributions) == ["class", "color", "shape"]
+            assert sum(p.contributions.values()) == pytest.approx(p.logit, abs=1e-5)
+            assert p.contributions["class"] == pytest.approx(10.0 * 0.6 * p.cosine, abs=1e-5)
+
+
+def test_numbers_of_a_zero_shot_answer(predictor):
+    (result,) = predictor.classify(PICTURES[:1], mode="zero_shot", labels=["moon", "sun"], templates=["{}"])
+    pixels = preprocess_bytes(PICTURES[0], predictor.bundle.manifest.preprocess)[None]
+    image = predictor.engine.encode_image_zero_shot(pixels)[0]
+    text = predictor.engine.encode_text_zero_shot(predictor.tokenizer(["moon", "sun"]))
+    for p in result.predictions:
+        cosine = float(image @ text[["moon", "sun"].index(p.label)])
+        assert p.cosine == pytest.approx(cosine, abs=1e-6)
+        assert p.logit == pytest.approx(10.0 * cosine, abs=1e-5)
+        assert p.contributions == {"class": pytest.approx(p.logit)}
+
+
+def test_a_batch_gives_what_each_picture_gives_alone(predictor):
+    together = predictor.classify(PICTURES)
+    for whole, data in zip(together, PICTURES, strict=True):
+        (alone,) = predictor.classify([data])
+        assert [p.label for p in whole.predictions] == [p.label for p in alone.predictions]
+        for a, b in zip(whole.predictions, alone.predictions, strict=True):
+            assert a.logit == pytest.approx(b.logit, abs=1e-5)
+            assert a.contributions == pytest.approx(b.contributions, abs=1e-5)
+
+
+def test_a_bad_picture_does_not_fail_the_others(predictor):
+    mixed = [PICTURES[0], b"not a picture", PICTURES[1], b"", PICTURES[2][:-200]]
+    results = predictor.classify(mixed)
+    assert [r.error.code if r.error else None for r in results] == [
+        None,
+        "not_an_image",
+        None,
+        "empty_image",
+        "truncated_image",
+    ]
+    assert [bool(r.predictions) for r in results] == [True, False, True, False, False]
+    assert [results[0], results[2]] == predictor.classify(PICTURES[:2])
+
+
+def test_only_bad_pictures_and_none_at_all(predictor):
+    (result,) = predictor.classify([b"x"])
+    assert isinstance(result.error, ImageError)
+    assert predictor.classify([]) == []
+    assert predictor.embed_images([]) == []
+
+
+@pytest.mark.parametrize(("top_k", "count"), [(1, 1), (2, 2), (3, 3), (99, 3)])
+def test_top_k(predictor, top_k, count):
+    (result,) = predictor.classify(PICTURES[:1], top_k=top_k)
+    assert len(result.predictions) == count
+
+
+@pytest.mark.parametrize("top_k", [0, -1, True, 2.0, "3", None])
+def test_bad_top_k_even_where_no_picture_can_be_used(predictor, top_k):
+    with pytest.raises(LabelError) as caught:
+        predictor.classify([b"x"], top_k=top_k)
+    assert caught.value.code == "bad_top_k"
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        ({"labels": []}, "no_labels"),
+        ({"labels": ["a", " "]}, "empty_label"),
+        ({"labels": ["a", "A"]}, "duplicate_label"),
+        ({"labels": [f"class {i}" for i in range(1001)]}, "too_many_labels"),
+        ({"templates": ["no place"]}, "bad_template"),
+        ({"templates": []}, "bad_template"),
+        ({"mode": "magic"}, "unknown_mode"),
+    ],
+)
+def test_what_the_whole_call_cannot_use_is_raised(predictor, options, code):
+    with pytest.raises(InputError) as caught:
+        predictor.classify(PICTURES, **options)
+    assert caught.value.code == code
+
+
+def test_labels_that_are_cut_are_told(predictor):
+    long = "a very long name " * 5
+    for result in predictor.classify(PICTURES[:2], labels=["cat", long]):
+        assert result.warnings == ["label 'a very long name a very long name a very…' was cut to 16 tokens"]
+
+
+def test_limits_reach_the_decoder(fake_bundle):
+    with Predictor.open(
+        fake_bundle.paths.root, engine="fake", limits=ImageLimits(max_pixels=100)
+    ) as predictor:
+        (result,) = predictor.classify(PICTURES[:1])
+    assert result.error.code == "too_many_pixels"
+
+
+# Class features
+
+
+def test_class_features_are_kept_read_only_and_bounded(predictor, monkeypatch):
+    calls = []
+    encode = predictor.engine.encode_text
+    monkeypatch.setattr(predictor.engine, "encode_text", lambda tokens: calls.append(1) or encode(tokens))
+    first = predictor.class_features(["x", "y"])
+    assert predictor.class_features(["x", "y"]) is first
+    assert len(calls) == 1
+    assert not first.flags.writeable
+    assert predictor.class_features(["y", "x"]) is not first
+    for i in range(70):
+        predictor.class_features([f"label {i}"])
+    before = len(calls)
+    np.testing.assert_array_equal(predictor.class_features(["x", "y"]), first)
+    assert len(calls) == before + 1, "the oldest was forgotten"
+
+
+def test_modes_do_not_share_class_features(predictor):
+    assert not np.array_equal(
+        predictor.class_features(["x"]), predictor.class_features(["x"], mode="zero_shot")
+    )
+
+
+def test_the_observer_hears_of_every_step(predictor):
+    class Heard:
+        def __init__(self):
+            self.events = []
+
+        def stage(self, name, seconds):
+            assert seconds >= 0
+            self.events.append(name)
+
+        def batch(self, kind, size):
+            self.events.append((kind, size))
+
+        def cache(self, *, hit):
+            self.events.append(hit)
+
+    predictor.observer = heard = Heard()
+    predictor.classify(PICTURES)
+    predictor.classify([b"x"])
+    assert heard.events == ["infer", ("text", 6), False, "decode", "infer", ("image", 3), True, "decode"]
+
+
+def test_threads_may_share_a_predictor(predictor):
+    expected = predictor.classify(PICTURES, labels=["p", "q"])
+    answers = []
+
+    def ask():
+        answers.append(predictor.classify(PICTURES, labels=["p", "q"]))
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == [expected] * 8
+
+
+# Embeddings and search vectors
+
+
+def test_embed_images(predictor):
+    good, bad = predictor.embed_images([PICTURES[0], b"x"])
+    assert isinstance(bad, ImageError)
+    assert {name: v.shape for name, v in good.items()} == {"class": (24,), "color": (24,), "shape": (24,)}
+    pixels = preprocess_bytes(PICTURES[0], predictor.bundle.manifest.preprocess)[None]
+    np.testing.assert_array_equal(good["shape"], predictor.engine.encode_image(pixels).attributes[0, 1])
+
+
+def test_embed_texts(predictor):
+    first, _ = predictor.embed_texts(["a cat", "a red cup"])
+    assert {name: v.shape for name, v in first.items()} == {"class": (24,), "color": (3,)}
+    np.testing.assert_allclose(np.linalg.norm(first["color"]), 1.0, atol=1e-6)
+    np.testing.assert_array_equal(
+        first["class"], predictor.engine.encode_text(predictor.tokenizer(["a cat"]))[0]
+    )
+    assert predictor.embed_texts([]) == []
+
+
+@pytest.mark.parametrize("text", ["", "  ", 3, None])
+def test_texts_that_say_nothing(predictor, text):
+    with pytest.raises(TextError) as caught:
+        predictor.embed_texts(["fine", text])
+    assert caught.value.code == "empty_text"
+
+
+def test_text_warnings(predictor):
+    assert predictor.text_warnings(["short", "word " * 30]) == [
+        [],
+        ["text 'word word word word word word word word …' was cut to 16 tokens"],
+    ]
+
+
+def test_search_vectors_of_pictures(predictor):
+    """Span readouts are normalised Q f_cls, token readouts f_k (method.md §8)."""
+    features, errors = predictor.image_features([PICTURES[0], b"x", PICTURES[1]])
+    assert [e.code if e else None for e in errors] == [None, "not_an_image", None]
+    vectors = predictor.readout(features)
+    assert {name: v.shape for name, v in vectors.items()} == {
+        "class": (2, 24),
+        "color": (2, 3),
+        "shape": (2, 24),
+    }
+    assert predictor.columns == {name: v.shape[1] for name, v in vectors.items()}
+    projected = features.cls @ predictor.bundle.basis()["color"].T
+    expected = projected / np.linalg.norm(projected, axis=1, keepdims=True)
+    np.testing.assert_allclose(vectors["color"], expected, atol=1e-6)
+    np.testing.assert_array_equal(vectors["shape"], features.attributes[:, 1])
+    each = predictor.readout_images([PICTURES[0], b"x", PICTURES[1]])
+    np.testing.assert_array_equal(each[2]["color"], vectors["color"][1])
+    assert each[1].code == "not_an_image"
+
+
+def test_search_vectors_of_texts_fit_the_columns(predictor):
+    vectors = predictor.readout_text(["a red cup", "a tree"])
+    assert {name: v.shape for name, v in vectors.items()} == {n: (2, w) for n, w in predictor.columns.items()}
+    np.testing.assert_array_equal(vectors["shape"], vectors["class"])
+
+
+def test_an_attribute_made_up_by_the_caller(predictor):
+    basis = predictor.readout_phrases(["no rust", "light rust", "heavy rust"])
+    assert basis.shape == (2, 24)
+    np.testing.assert_allclose(basis @ basis.T, np.eye(2), atol=1e-6)
+    tokens = predictor.tokenizer(["no rust", "light rust", "heavy rust"])
+    features = predictor.engine.encode_text_zero_shot(tokens)
+    centred = features - features.mean(axis=0)
+    np.testing.assert_allclose(centred @ basis.T @ basis, centred, atol=1e-5)
+    assert project(features, basis).shape == (3, 2)
+
+
+@pytest.mark.parametrize("phrases", [["rust"], ["rust", "rust"], ["rust", " RUST "]])
+def test_phrases_that_span_nothing(predictor, phrases):
+    with pytest.raises(QueryError) as caught:
+        predictor.readout_phrases(phrases)
+    assert caught.value.code == "bad_phrases"
+
+
+def test_projection_of_what_has_no_part_in_the_span_is_zero():
+    basis = np.eye(2, 4, dtype=np.float32)
+    np.testing.assert_array_equal(project(np.array([[0, 0, 3, 0]], np.float32), basis), [[0, 0]])
+
+
+def test_readout_of_no_pictures(predictor):
+    none = ImageFeatures(cls=np.zeros((0, 24), np.float32), attributes=np.zeros((0, 2, 24), np.float32))
+    assert predictor.readout(none)["color"].shape == (0, 3)
+
+
+def test_a_tokenizer_of_another_context_is_refused(fake_bundle, tmp_path):
+    from dear_serve.tokenizer import Tokenizer
+
+    Tokenizer.from_open_clip(context_length=9).to_file(tmp_path / "tokenizer.json")
+    other = Bundle(manifest=fake_bundle.manifest, paths=type("P", (), {"root": tmp_path})())
+    with pytest.raises(BundleError, match=r"context of 9 tokens; dear\.json says 16"):
+        Predictor(other, engine=None)
