@@ -1,0 +1,61 @@
+"""The BentoML service: what `bentoml serve` starts. The routes are in `asgi`, what they answer in `answers`.
+
+    bentoml serve service.app:DearService          with DEAR_BUNDLE set, see `settings`
+
+BentoML gives the process, the workers, /livez, /readyz and tracing; every other path is the mounted
+application's. It is mounted rather than written as BentoML methods because those decode pictures themselves, answer
+500 to what isn't one, and fail a whole list for one bad item (1.4.40).
+"""
+
+from __future__ import annotations
+
+import logging
+
+import bentoml
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from .settings import Settings
+
+__all__ = ["DearService"]
+
+
+class _Mounted:
+    """What BentoML mounts at import; passes on to the application that the service makes when it starts."""
+
+    def __init__(self) -> None:
+        self.app: ASGIApp | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.app is not None:
+            await self.app(scope, receive, send)
+
+
+_mounted = _Mounted()
+
+
+@bentoml.asgi_app(_mounted, path="/")
+@bentoml.service(
+    name="dear",
+    workers=1,
+    # Above the service's own limits, which answer in the error contract.
+    traffic={"timeout": 150},
+    # Both label or log the raw path; the application counts and logs its routes itself.
+    metrics={"enabled": False},
+    logging={"access": {"enabled": False}},
+)
+class DearService:
+    """Opens the bundle (and gallery) that the environment names, warms up, and answers until stopped."""
+
+    def __init__(self) -> None:
+        # Here, not at import: BentoML's supervisor imports this module too, and needs none of it.
+        from .start import start
+
+        logging.getLogger("service").setLevel(logging.INFO)
+        self._running = start(Settings.from_env())
+        _mounted.app = self._running.app
+
+    @bentoml.on_shutdown  # type: ignore[untyped-decorator]
+    def close(self) -> None:
+        """Finish what was accepted, then free the engine."""
+        _mounted.app = None
+        self._running.close()

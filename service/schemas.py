@@ -1,0 +1,197 @@
+"""Requests and answers by name: requests are checked against these, and /docs.json is made of them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from .errors import ApiError
+
+__all__ = [
+    "ClassifyAnswer",
+    "ClassifyRequest",
+    "DeleteAnswer",
+    "EmbedAnswer",
+    "EmbedImageRequest",
+    "EmbedTextRequest",
+    "ErrorAnswer",
+    "GalleryAddAnswer",
+    "GalleryAddRequest",
+    "Pictures",
+    "Request",
+    "SearchAnswer",
+    "SearchRequest",
+    "check",
+]
+
+_IMAGES = "Base64 or data URIs in JSON; in a form, one file per picture under this name."
+_ATTRIBUTES = (
+    'Weights such as {"color": 1.0} or {"class": 0.5, "shape": 0.5}; or an attribute of your own, '
+    '{"name": "rust", "phrases": ["no rust", "light rust", "heavy rust"], "weight": 1.0}; '
+    'or a list of {"name", "weight"} and such objects. Default: the class feature alone.'
+)
+
+
+class Request(BaseModel):
+    """Fields common to all requests; unknown ones are refused by name."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    model: str | None = Field(
+        None, description="The bundle's name, as /model gives it. Default: the one served."
+    )
+
+
+class Pictures(Request):
+    """A request that carries pictures."""
+
+    images: list[str] | None = Field(None, description=_IMAGES)
+
+
+class ClassifyRequest(Pictures):
+    """Which of these labels is each picture?"""
+
+    mode: Literal["adapted", "zero_shot"] = "adapted"
+    labels: list[str] | None = Field(None, description="Any names. Default: the trained classes.")
+    templates: list[str] | None = Field(
+        None, description="Sentences with {} for the label. Default: the bundle's."
+    )
+    top_k: int = Field(5, ge=1, le=1000)
+
+
+class EmbedImageRequest(Pictures):
+    """Features of pictures."""
+
+
+class EmbedTextRequest(Request):
+    """Features of texts."""
+
+    texts: list[str]
+
+
+class SearchRequest(Pictures):
+    """Exactly one of `images`, `texts` and `ids`, holding exactly one item."""
+
+    texts: list[str] | None = None
+    ids: list[str] | None = None
+    attributes: dict[str, Any] | list[dict[str, Any]] | None = Field(None, description=_ATTRIBUTES)
+    filter: str | None = Field(None, description="SQL over metadata, such as price < 10 AND brand = 'x'.")
+    top_k: int = Field(10, ge=1, le=1000)
+
+
+class GalleryAddRequest(Pictures):
+    """Pictures to keep; an id that is there already is replaced."""
+
+    ids: list[str]
+    metadata: list[dict[str, Any]] | None = Field(None, description="One flat object per picture.")
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong."""
+
+    code: str
+    message: str
+    field: str | None
+
+
+class ErrorAnswer(BaseModel):
+    """Every 4xx and 5xx."""
+
+    error: ErrorDetail
+
+
+class Prediction(BaseModel):
+    """One label; `contributions` (of "class" and each attribute) sum to `logit` in adapted mode."""
+
+    label: str
+    probability: float
+    logit: float
+    cosine: float
+    contributions: dict[str, float]
+
+
+class PictureAnswer(BaseModel):
+    """Predictions, best first, or the picture's own error."""
+
+    predictions: list[Prediction]
+    warnings: list[str]
+
+
+class ClassifyAnswer(BaseModel):
+    """One result per picture, in order."""
+
+    model: str
+    mode: str
+    results: list[PictureAnswer | ErrorAnswer]
+
+
+class EmbedAnswer(BaseModel):
+    """One entry per picture or text, in order: normalised features by name, or its own error."""
+
+    model: str
+    embeddings: list[dict[str, list[float]] | ErrorAnswer]
+    warnings: list[str] | None = None
+
+
+class Hit(BaseModel):
+    """One picture found; `score` is the weighted sum of `scores`. `thumbnail` is a data URI."""
+
+    id: str
+    score: float
+    scores: dict[str, float]
+    metadata: dict[str, Any]
+    thumbnail: str | None
+
+
+class SearchAnswer(BaseModel):
+    """Best first."""
+
+    model: str
+    results: list[Hit]
+    warnings: list[str]
+
+
+class Added(BaseModel):
+    """A picture that is stored durably."""
+
+    id: str
+
+
+class GalleryAddAnswer(BaseModel):
+    """One result per picture, in order."""
+
+    results: list[Added | ErrorAnswer]
+
+
+class DeleteAnswer(BaseModel):
+    """What was deleted."""
+
+    deleted: str
+
+
+R = TypeVar("R", bound=Request)
+
+
+def check(schema: type[R], fields: dict[str, Any]) -> R:
+    """`fields` as a request; or ApiError: missing_field, unknown_field, unknown_mode, bad_field."""
+    try:
+        return schema.model_validate(fields)
+    except ValidationError as errors:
+        found = errors.errors(include_url=False, include_context=False, include_input=False)
+    first = min(found, key=lambda e: e["type"] != "extra_forbidden")
+    field = _path(first["loc"])
+    if first["type"] == "extra_forbidden":
+        known = ", ".join(schema.model_fields)
+        raise ApiError(f"field {field!r} is not known; known are {known}", code="unknown_field", field=field)
+    if first["type"] == "missing":
+        raise ApiError(f"field {field!r} is missing", code="missing_field", field=field)
+    if field == "mode":
+        raise ApiError("mode is not known; use adapted or zero_shot", code="unknown_mode", field=field)
+    raise ApiError(f"{field}: {first['msg'][:1].lower()}{first['msg'][1:]}", code="bad_field", field=field)
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    """`("labels", 3)` as `labels[3]`."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
+    return text.lstrip(".")[:100]
