@@ -26,7 +26,15 @@ from dear_serve import __version__
 from dear_serve.atomic import FolderWriter, recover_folder
 from dear_serve.dear.roles import Roles
 from dear_serve.errors import BundleError, ConfigError
-from dear_serve.manifest import FORMAT_VERSION, MANIFEST_NAME, BaseRef, FileEntry, Manifest, Readout
+from dear_serve.manifest import (
+    FORMAT_VERSION,
+    MANIFEST_NAME,
+    BaseRef,
+    BundlePaths,
+    FileEntry,
+    Manifest,
+    Readout,
+)
 
 __all__ = [
     "FORMAT_VERSION",
@@ -42,56 +50,10 @@ __all__ = [
     "sha256_file",
 ]
 
+# A folder that is replaced while it is being read shows a mixture; then it is read again.
+_OPEN_ATTEMPTS = 5
+
 Arrays = dict[str, npt.NDArray[Any]]
-
-
-@dataclass(frozen=True)
-class BundlePaths:
-    """Every path of a bundle's folder (architecture.md, "The bundle")."""
-
-    root: Path
-
-    @property
-    def manifest(self) -> Path:
-        return self.root / MANIFEST_NAME
-
-    @property
-    def adapter(self) -> Path:
-        """What was learned: tokens, attribute projection, text tokens, fusion weights."""
-        return self.root / "adapter.safetensors"
-
-    @property
-    def readouts(self) -> Path:
-        """Basis matrices (r, D) float32 of the span readouts, under their attribute's name."""
-        return self.root / "readouts.safetensors"
-
-    @property
-    def roles(self) -> Path:
-        return self.root / "roles.json"
-
-    @property
-    def tokenizer(self) -> Path:
-        return self.root / "tokenizer.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.root / "metrics.jsonl"
-
-    @property
-    def report(self) -> Path:
-        return self.root / "report.html"
-
-    @property
-    def onnx(self) -> Path:
-        return self.root / "onnx"
-
-    @property
-    def export_report(self) -> Path:
-        return self.root / "onnx" / "export.json"
-
-    @property
-    def trt(self) -> Path:
-        return self.root / "trt"
 
 
 def sha256_file(path: Path) -> str:
@@ -126,6 +88,8 @@ class Bundle:
 
     manifest: Manifest
     paths: BundlePaths
+    stamp: tuple[int, ...] | None = None
+    """Which manifest file this is (device, inode, time in ns), to notice that the folder has been replaced."""
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, verify: bool = True) -> Bundle:
@@ -147,13 +111,31 @@ class Bundle:
                 f"{path} was left half replaced and cannot be mended here ({error.strerror}); "
                 f"rename the newest .{paths.root.name}.old-* beside it to {paths.root.name}"
             ) from error
-        bundle = cls(manifest=_read_manifest(paths), paths=paths)
+        for _ in range(_OPEN_ATTEMPTS - 1):
+            stamp = _stamp(paths)
+            try:
+                bundle = cls._open_once(paths, stamp, verify=verify)
+            except (BundleError, FileNotFoundError):
+                if _stamp(paths) == stamp:
+                    break  # nobody replaced it meanwhile: the error below is true
+            else:
+                if bundle.is_current():
+                    return bundle
+        return cls._open_once(paths, _stamp(paths), verify=verify)
+
+    @classmethod
+    def _open_once(cls, paths: BundlePaths, stamp: tuple[int, ...] | None, *, verify: bool) -> Bundle:
+        bundle = cls(manifest=_read_manifest(paths), paths=paths, stamp=stamp)
         for name, entry in bundle.manifest.files.items():
             _check_file(paths.root / name, name, entry, verify=verify)
         bundle.basis()
         bundle.roles()
         _check_adapter(bundle)
         return bundle
+
+    def is_current(self) -> bool:
+        """Whether the folder still holds what was opened; False once another bundle has taken its place."""
+        return self.stamp is None or self.stamp == _stamp(self.paths)
 
     @property
     def name(self) -> str:
@@ -237,6 +219,14 @@ class Bundle:
             folder.mkdir()
             fill(folder)
             return writer.commit(update(self.manifest) if update else self.manifest)
+
+
+def _stamp(paths: BundlePaths) -> tuple[int, ...] | None:
+    try:
+        stat = paths.manifest.stat()
+    except OSError:
+        return None
+    return stat.st_dev, stat.st_ino, stat.st_mtime_ns
 
 
 def _link(source: Path, target: Path) -> None:

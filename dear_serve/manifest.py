@@ -1,4 +1,4 @@
-"""The manifest of a bundle, `dear.json`, as data: what is in it and what makes it valid. No torch."""
+"""The paths of a bundle and its manifest, `dear.json`, as data: what is in it, what makes it valid. No torch."""
 
 from __future__ import annotations
 
@@ -6,20 +6,69 @@ import hashlib
 import json
 import math
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from dear_serve import __version__
 from dear_serve.config import ClipConfig, DearConfig, PreprocessConfig, StrictConfig
 from dear_serve.errors import ConfigError
 
-__all__ = ["FORMAT_VERSION", "MANIFEST_NAME", "BaseRef", "FileEntry", "Manifest", "Readout"]
+__all__ = ["FORMAT_VERSION", "MANIFEST_NAME", "BaseRef", "BundlePaths", "FileEntry", "Manifest", "Readout"]
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "dear.json"
 
 # What the vectors of a gallery depend on; graphs and reports may change and the gallery stays valid.
 _IDENTITY_FILES = ("adapter.safetensors", "readouts.safetensors", "roles.json", "tokenizer.json")
+
+
+@dataclass(frozen=True)
+class BundlePaths:
+    """Every path of a bundle's folder (architecture.md, "The bundle")."""
+
+    root: Path
+
+    @property
+    def manifest(self) -> Path:
+        return self.root / MANIFEST_NAME
+
+    @property
+    def adapter(self) -> Path:
+        """What was learned: tokens, attribute projection, text tokens, fusion weights."""
+        return self.root / "adapter.safetensors"
+
+    @property
+    def readouts(self) -> Path:
+        """Basis matrices (r, D) float32 of the span readouts, under their attribute's name."""
+        return self.root / "readouts.safetensors"
+
+    @property
+    def roles(self) -> Path:
+        return self.root / "roles.json"
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.root / "tokenizer.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report.html"
+
+    @property
+    def onnx(self) -> Path:
+        return self.root / "onnx"
+
+    @property
+    def export_report(self) -> Path:
+        return self.root / "onnx" / "export.json"
+
+    @property
+    def trt(self) -> Path:
+        return self.root / "trt"
 
 
 @dataclass(frozen=True, kw_only=True)

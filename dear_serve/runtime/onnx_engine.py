@@ -152,6 +152,8 @@ class OnnxEngine(Engine):
 
     def _open_session(self, graph: str) -> Any:
         runtime, file = self._runtime, GRAPHS[graph].file
+        if not self._bundle.is_current():
+            raise BundleError(f"{self._bundle.name} has been replaced since it was opened; open it again")
         options = runtime.SessionOptions()
         options.intra_op_num_threads = self._threads
         options.inter_op_num_threads = 1

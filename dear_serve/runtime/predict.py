@@ -266,16 +266,16 @@ class Predictor:
     def text_features(self, texts: Sequence[str], mode: Mode = "adapted") -> Float32:
         """Text features (B, D). Raises TextError if a text is empty or not a text."""
         encode = self.engine.encode_text if mode == "adapted" else self.engine.encode_text_zero_shot
-        for i, text in enumerate(texts):
-            if not isinstance(text, str) or not self.tokenizer.encode(text[:4096]):
+        tokens: Int64 = self.tokenizer([text if isinstance(text, str) else "" for text in texts])
+        lengths = token_lengths(tokens)
+        for i, length in enumerate(lengths):
+            if length <= 2:  # start and end alone
                 raise TextError(
-                    f"text {i} is {text!r:.80}; a text with a word is needed",
+                    f"text {i} is {texts[i]!r:.80}; a text with a word is needed",
                     code="empty_text",
                     field="texts",
                 )
-        tokens: Int64 = self.tokenizer(texts)
-        if len(tokens):
-            tokens = tokens[:, : int(token_lengths(tokens).max())]
+        tokens = tokens[:, : lengths.max(initial=1)]
         with self._infer("text", len(tokens)):
             return encode(tokens)
 

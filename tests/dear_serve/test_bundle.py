@@ -578,6 +578,38 @@ def test_sigkill_at_each_step_leaves_the_old_one_or_the_new_one(tmp_path, step):
     assert (target / "value").read_text() == "next"
 
 
+def test_replaced_while_it_is_read(bundle, manifest, monkeypatch):
+    """The manifest of one and the files of the other: it is read again, and the new one comes out whole."""
+    from dear_serve import bundle as module
+
+    root, original, times = bundle.paths.root, module._read_manifest, []
+
+    def read_then_replace(paths):
+        found = original(paths)
+        if paths.root == root and len(times) < 2:
+            times.append(1)
+            monkeypatch.setattr(module, "_read_manifest", original)
+            write(root, manifest, seed=len(times))
+            monkeypatch.setattr(module, "_read_manifest", read_then_replace)
+        return found
+
+    monkeypatch.setattr(module, "_read_manifest", read_then_replace)
+    opened = Bundle.open(root)
+    assert len(times) == 2
+    assert opened.is_current()
+    assert opened.manifest.files["tokenizer.json"].sha256 == sha256_file(opened.paths.tokenizer)
+    assert json.loads(opened.paths.tokenizer.read_text())["seed"] == 2
+
+
+def test_a_bundle_knows_that_it_has_been_replaced(bundle, manifest):
+    assert bundle.is_current()
+    new = write(bundle.paths.root, manifest)
+    assert not bundle.is_current()
+    assert new.is_current()
+    newer = new.replace_folder("onnx", lambda folder: None)
+    assert (new.is_current(), newer.is_current()) == (False, True)
+
+
 def test_paths_are_those_of_the_design():
     paths = BundlePaths(Path("b"))
     assert [

@@ -237,6 +237,16 @@ def test_threads_share_one_engine_and_one_session(exported, pixels, monkeypatch)
         np.testing.assert_array_equal(answer, answers[0])
 
 
+def test_graphs_of_a_bundle_that_has_been_replaced_are_not_mixed_in(fake_bundle, tmp_path, pixels):
+    bundle = export(fake_bundle, tmp_path / "b")
+    engine = open_engine(bundle, "onnx", threads=1)
+    engine.encode_image_zero_shot(pixels)
+    bundle.replace_folder("trt", lambda folder: None)
+    assert engine.encode_image_zero_shot(pixels).shape == (7, 24), "what is loaded goes on"
+    with pytest.raises(BundleError, match="b has been replaced since it was opened"):
+        engine.encode_text(np.array([[7, 1]]))
+
+
 def test_info_and_close(exported):
     engine = open_engine(exported, "onnx", threads=2)
     info = engine.info
