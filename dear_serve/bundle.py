@@ -210,14 +210,22 @@ class Bundle:
 
         Returns:
             The bundle as it is now, opened.
+
+        Raises:
+            BundleError: the other files are not what the manifest says, or another bundle has taken its place.
         """
         with BundleWriter(self.paths.root) as writer:
-            for relative in self.manifest.files:
+            for relative, entry in self.manifest.files.items():
                 if not relative.startswith(f"{name}/"):
                     _link(self.paths.root / relative, writer.paths.root / relative)
+                    _check_file(writer.paths.root / relative, relative, entry, verify=True)
             folder = writer.paths.root / name
             folder.mkdir()
             fill(folder)
+            if not self.is_current():
+                raise BundleError(
+                    f"{self.name} was replaced by another bundle meanwhile; run this again on it"
+                )
             return writer.commit(update(self.manifest) if update else self.manifest)
 
 

@@ -394,6 +394,21 @@ def test_replace_folder_that_fails_leaves_the_old_graphs(bundle):
     assert others(bundle.paths.root.parent) == []
 
 
+def test_replace_folder_does_not_bring_back_a_bundle_that_was_replaced_meanwhile(bundle, manifest):
+    def fill_slowly(folder: Path) -> None:
+        write(bundle.paths.root, manifest, seed=5)
+
+    with pytest.raises(BundleError, match="flowers was replaced by another bundle meanwhile"):
+        bundle.replace_folder("onnx", fill_slowly)
+    assert seed_of(bundle.paths.root) == 5
+
+
+def test_replace_folder_does_not_bless_a_changed_file(bundle):
+    bundle.paths.tokenizer.write_text(json.dumps({"seed": 1}))
+    with pytest.raises(BundleError, match=r"tokenizer\.json has sha256"):
+        bundle.replace_folder("onnx", lambda folder: None)
+
+
 def test_files_are_copied_where_links_cannot_be_made(bundle, monkeypatch):
     def refuse(*args):
         raise OSError("no links here")
