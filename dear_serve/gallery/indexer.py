@@ -8,6 +8,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -17,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dear_serve.bundle import Bundle
-from dear_serve.errors import DataError, DearError, ImageError
+from dear_serve.errors import DataError, DearError, ImageError, OverloadError
 from dear_serve.gallery.labels_csv import read_labels
 from dear_serve.gallery.schema import GallerySpec, Metadata, check_id, new_kinds
 from dear_serve.gallery.store import Gallery
@@ -285,5 +286,7 @@ def index_folder(
         finally:
             decoders.shutdown(cancel_futures=True)
     if embedder.added:
-        gallery.compact()
+        # Housekeeping: other writers may leave no turn for it, and nothing is lost without it.
+        with suppress(OverloadError):
+            gallery.compact()
     return IndexReport(added=embedder.added, skipped=skipped, bad=tuple(bad + embedder.bad))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dear_serve.errors import DataError, GalleryError, InputError
+from dear_serve.errors import DataError, GalleryError, InputError, OverloadError
 from dear_serve.gallery import Gallery, GallerySpec, Query, gallery_spec, index_folder
 from dear_serve.gallery import indexer as indexer_module
 from dear_serve.gallery.labels_csv import read_labels
@@ -118,6 +118,15 @@ def test_a_picture_without_a_direction_is_bad(predictor, gallery, folder, monkey
     report = index_folder(predictor, gallery, folder)
     assert report.added == 3
     assert dict(report.bad) == dict.fromkeys(NAMES[:2], "the model gives it no usable vector")
+
+
+def test_compaction_without_a_turn_loses_nothing(predictor, gallery, folder, monkeypatch):
+    def no_turn():
+        raise OverloadError("busy")
+
+    monkeypatch.setattr(gallery, "compact", no_turn)
+    assert index_folder(predictor, gallery, folder).added == 5
+    assert len(gallery) == 5
 
 
 def test_progress_counts_every_picture(predictor, gallery, folder):

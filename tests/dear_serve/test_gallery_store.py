@@ -14,8 +14,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from dear_serve.errors import GalleryError, InputError, QueryError
+from dear_serve.errors import GalleryError, InputError, OverloadError, QueryError
 from dear_serve.gallery import Gallery, GallerySpec, Invented, Query
+from dear_serve.gallery import store as store_module
 
 SPEC = GallerySpec(bundle_sha256="b" * 64, base_sha256="a" * 64, columns={"class": 8, "color": 3})
 
@@ -358,12 +359,12 @@ WRITER = """
     import sys
     import numpy as np
     from dear_serve.gallery import Gallery, GallerySpec
-    path, who, rounds, go = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
+    path, who, rounds = sys.argv[1], sys.argv[2], int(sys.argv[3])
     spec = GallerySpec(bundle_sha256="b" * 64, base_sha256="a" * 64, columns={"class": 8, "color": 3})
     gallery = Gallery.open(path, create_for=spec)
     print("ready", flush=True)
-    sys.stdin.readline()
     for i in range(rounds):
+        sys.stdin.readline()
         ids = [f"shared-{i}", f"{who}-{i}"]
         vectors = {k: np.full((2, r), i + 1, np.float32) for k, r in spec.columns.items()}
         metadata = [{f"key_{who}": i, f"at_{i % 3}": who}] * 2
@@ -373,7 +374,7 @@ WRITER = """
 
 
 def start_writer(path: Path, who: str, rounds: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", textwrap.dedent(WRITER), str(path), who, str(rounds), "go"]
+    command = [sys.executable, "-c", textwrap.dedent(WRITER), str(path), who, str(rounds)]
     return subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
     )
@@ -391,13 +392,16 @@ def stored_ids(path: Path) -> list[str]:
 
 
 def test_two_processes_add_the_same_ids_at_once(tmp_path):
-    path, rounds = tmp_path / "gallery", 12
+    path, rounds = tmp_path / "gallery", 30
     writers = [start_writer(path, who, rounds) for who in ("x", "y")]
     for writer in writers:
         assert writer.stdout.readline() == "ready\n"
-    for writer in writers:
-        writer.stdin.write("go\n")
-        writer.stdin.flush()
+    for _ in range(rounds):  # in step, so that both add the same new id at the same time
+        for writer in writers:
+            writer.stdin.write("go\n")
+            writer.stdin.flush()
+        for writer in writers:
+            assert writer.stdout.readline()
     for writer in writers:
         writer.communicate()
         assert writer.returncode == 0
@@ -408,10 +412,10 @@ def test_two_processes_add_the_same_ids_at_once(tmp_path):
 
 def test_what_was_answered_survives_kills(tmp_path):
     path, answered = tmp_path / "gallery", set()
-    for number, adds in enumerate((0, 1, 3, 6)):
+    for number, adds in enumerate((0, 2, 5)):
         writer = start_writer(path, f"w{number}", 1000)
         assert writer.stdout.readline() == "ready\n"
-        writer.stdin.write("go\n")
+        writer.stdin.write("go\n" * 1000)
         writer.stdin.flush()
         for _ in range(adds):
             answered |= set(writer.stdout.readline().split())
@@ -455,6 +459,39 @@ def test_threads_add_and_search_at_once(gallery):
         thread.join()
     assert failures == []
     assert len(gallery) == 20
+
+
+class StubTable:
+    """A table whose every change fails."""
+
+    def __init__(self, table, message):
+        self.schema = table.schema
+        self.message = message
+        self.tries = 0
+
+    def checkout_latest(self):
+        pass
+
+    def delete(self, condition):
+        self.tries += 1
+        raise RuntimeError(self.message)
+
+
+@pytest.mark.parametrize(
+    ("message", "error", "tries"),
+    [
+        ("Commit conflict for version 3, /secret/path", OverloadError, 30),
+        ("No space left on device, /secret/path", GalleryError, 1),
+    ],
+)
+def test_failed_writes_say_so_without_paths(gallery, monkeypatch, message, error, tries):
+    stub = StubTable(gallery._table, message)
+    monkeypatch.setattr(gallery, "_table", stub)
+    monkeypatch.setattr(store_module.time, "sleep", lambda seconds: None)
+    with pytest.raises(error) as caught:
+        gallery.delete("a")
+    assert stub.tries == tries
+    assert "/" not in caught.value.message
 
 
 @pytest.mark.skipif(os.name == "nt", reason="folders cannot be synced there")
