@@ -1,19 +1,19 @@
 """One error tree: everything this project raises on purpose, with a code, a field and an exit status.
 
-    DearError                      exit 1
-    ├── CheckFailedError           exit 1   a check (parity, contributions, hashes) did not hold
-    ├── MissingDependencyError     exit 3   an optional part is not installed; the message has the pip line
-    ├── OverloadError              exit 1   the server is busy; HTTP 503 with Retry-After
-    └── InputError                 exit 2   something the caller can mend; HTTP 4xx
-        ├── ConfigError                     an option or a configuration file
-        ├── ImageError                      a picture: not one, truncated, too large, too long and thin
-        ├── TextError                       a text: empty, not text
-        │   └── LabelError                  class names and templates
-        ├── QueryError                      a search: attributes, weights, filter, id
-        ├── DataError                       a data set on disk
-        ├── BaseModelError                  a base model: unknown, unsupported, wrong weights
-        ├── BundleError                     a bundle: absent, broken, made by something else
-        └── GalleryError                    a gallery: absent, made with another bundle
+DearError                      exit 1
+├── CheckFailedError           exit 1   a check (parity, contributions, hashes) did not hold
+├── MissingDependencyError     exit 3   an optional part is not installed; the message has the pip line
+├── OverloadError              exit 1   the server is busy; HTTP 503 with Retry-After
+└── InputError                 exit 2   something the caller can mend; HTTP 4xx
+    ├── ConfigError                     an option or a configuration file
+    ├── ImageError                      a picture: not one, truncated, too large, too long and thin
+    ├── TextError                       a text: empty, not text
+    │   └── LabelError                  class names and templates
+    ├── QueryError                      a search: attributes, weights, filter, id
+    ├── DataError                       a data set on disk
+    ├── BaseModelError                  a base model: unknown, unsupported, wrong weights
+    ├── BundleError                     a bundle: absent, broken, made by something else
+    └── GalleryError                    a gallery: absent, made with another bundle
 """
 
 from __future__ import annotations

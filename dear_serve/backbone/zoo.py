@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dear_serve.backbone import ASSETS
 from dear_serve.backbone.clip import Clip
 from dear_serve.backbone.weights import clip_config, convert, load_weights, weights_sha256
 from dear_serve.config import ClipConfig, PreprocessConfig
@@ -25,7 +26,6 @@ from dear_serve.errors import BaseModelError, MissingDependencyError
 
 __all__ = ["ASSETS", "Base", "load_base"]
 
-ASSETS = Path(__file__).parent.parent / "assets"
 _RANDOM_SEED = 0
 
 
