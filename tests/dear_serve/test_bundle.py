@@ -593,7 +593,8 @@ def test_sigkill_at_each_step_leaves_the_old_one_or_the_new_one(tmp_path, step):
     assert (target / "value").read_text() == "next"
 
 
-def test_replaced_while_it_is_read(bundle, manifest, monkeypatch):
+@pytest.mark.parametrize("verify", [True, False])
+def test_replaced_while_it_is_read(bundle, manifest, monkeypatch, verify):
     """The manifest of one and the files of the other: it is read again, and the new one comes out whole."""
     from dear_serve import bundle as module
 
@@ -609,7 +610,7 @@ def test_replaced_while_it_is_read(bundle, manifest, monkeypatch):
         return found
 
     monkeypatch.setattr(module, "_read_manifest", read_then_replace)
-    opened = Bundle.open(root)
+    opened = Bundle.open(root, verify=verify)
     assert len(times) == 2
     assert opened.is_current()
     assert opened.manifest.files["tokenizer.json"].sha256 == sha256_file(opened.paths.tokenizer)
