@@ -10,9 +10,14 @@ application's. It is mounted rather than written as BentoML methods because thos
 from __future__ import annotations
 
 import logging
+import os
+import signal
+import sys
 
 import bentoml
 from starlette.types import ASGIApp, Receive, Scope, Send
+
+from dear_serve.errors import DearError
 
 from .settings import Settings
 
@@ -46,12 +51,29 @@ _mounted = _Mounted()
 class DearService:
     """Opens the bundle (and gallery) that the environment names, warms up, and answers until stopped."""
 
+    @bentoml.on_deployment  # type: ignore[untyped-decorator]
+    @staticmethod
+    def check() -> None:
+        """Before any worker starts: one line and the error's exit status if the settings cannot work."""
+        from .start import check
+
+        try:
+            check(Settings.from_env())
+        except DearError as error:
+            logging.getLogger("bentoml.dear").error("%s", error.message)
+            raise SystemExit(error.exit_code) from None
+
     def __init__(self) -> None:
         # Here, not at import: BentoML's supervisor imports this module too, and needs none of it.
         from .start import start
 
         logging.getLogger("service").setLevel(logging.INFO)
-        self._running = start(Settings.from_env())
+        try:
+            self._running = start(Settings.from_env())
+        except DearError as error:
+            logging.getLogger("service").error("%s", error.message)
+            _stop_server()
+            raise
         _mounted.app = self._running.app
 
     @bentoml.on_shutdown  # type: ignore[untyped-decorator]
@@ -59,3 +81,10 @@ class DearService:
         """Finish what was accepted, then free the engine."""
         _mounted.app = None
         self._running.close()
+
+
+def _stop_server() -> None:
+    """Ask BentoML's supervisor, where there is one, to stop: it would start the failing worker for ever."""
+    main = sys.modules["__main__"].__spec__
+    if main is not None and main.name == "_bentoml_impl.worker.service":
+        os.kill(os.getppid(), signal.SIGTERM)

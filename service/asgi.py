@@ -115,6 +115,7 @@ def create_asgi_app(predictor: Predictor, gallery: Gallery | None, settings: Set
     """
     from .answers import Answers
     from .body import read_body
+    from .inputs import Inputs
     from .metrics import Metrics
     from .work import Admission, Workers
 
@@ -122,7 +123,8 @@ def create_asgi_app(predictor: Predictor, gallery: Gallery | None, settings: Set
     metrics = Metrics()
     metrics.engine(predictor.engine.info)
     predictor.observer = metrics
-    answers = Answers(predictor, gallery, settings, metrics)
+    inputs = Inputs(predictor, limits)
+    answers = Answers(predictor, inputs, limits)
     admission = Admission(limits)
     workers = Workers(threads=settings.workers, waiting=limits.waiting, seconds=limits.answer_seconds)
     described = describe(OPERATIONS)
@@ -134,8 +136,8 @@ def create_asgi_app(predictor: Predictor, gallery: Gallery | None, settings: Set
     async def without_body(answer: Callable[[], dict[str, Any]], _: Request) -> Response:
         return _json(await workers.run(answer))
 
-    async def delete(request: Request) -> Response:
-        return _json(await workers.run(answers.gallery_delete, request.path_params["id"]))
+    async def with_id(answer: Callable[[str], dict[str, Any]], request: Request) -> Response:
+        return _json(await workers.run(answer, request.path_params["id"]))
 
     async def docs(_: Request) -> Response:
         return _json(described)
@@ -150,15 +152,23 @@ def create_asgi_app(predictor: Predictor, gallery: Gallery | None, settings: Set
         "classify": partial(with_body, answers.classify),
         "embed_image": partial(with_body, answers.embed_image),
         "embed_text": partial(with_body, answers.embed_text),
-        "search": partial(with_body, answers.search),
-        "gallery_add": partial(with_body, answers.gallery_add),
-        "gallery_delete": delete,
-        "gallery_stats": partial(without_body, answers.gallery_stats),
         "model": partial(without_body, answers.model),
         "metrics": show_metrics,
         "docs": docs,
         "page": page,
     }
+    if gallery is None:
+        endpoints |= dict.fromkeys(("search", "gallery_add", "gallery_delete", "gallery_stats"), _no_gallery)
+    else:
+        from .gallery_answers import GalleryAnswers
+
+        stored = GalleryAnswers(predictor, inputs, gallery, metrics)
+        endpoints |= {
+            "search": partial(with_body, stored.search),
+            "gallery_add": partial(with_body, stored.add),
+            "gallery_delete": partial(with_id, stored.delete),
+            "gallery_stats": partial(without_body, stored.stats),
+        }
     guard = _Guard(settings.api_key, metrics)
     routes = [
         Route(
@@ -214,6 +224,10 @@ class _Guard:
             raise ApiError(
                 "a key is needed; send it as Authorization: Bearer KEY or X-API-Key: KEY", code="unauthorized"
             )
+
+
+async def _no_gallery(_: Request) -> Response:
+    raise ApiError("this server has no gallery; start it with one", code="no_gallery")
 
 
 def _request_id(request: Request) -> str:

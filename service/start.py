@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import logging
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from PIL import Image
 from starlette.applications import Starlette
 
-from dear_serve.gallery.schema import GallerySpec
-from dear_serve.gallery.store import Gallery
+from dear_serve.bundle import Bundle
+from dear_serve.errors import MissingDependencyError
+from dear_serve.io_spec import GRAPHS
 from dear_serve.runtime.predict import Predictor
 
 from .asgi import create_asgi_app
 from .settings import Settings
 
-__all__ = ["Running", "start"]
+if TYPE_CHECKING:
+    from dear_serve.gallery.store import Gallery
+
+__all__ = ["Running", "check", "start"]
 
 log = logging.getLogger("service")
 
@@ -32,6 +38,21 @@ class Running:
         """Finish what was accepted, then free the engine."""
         self.app.state.close()
         self.predictor.close()
+
+
+def check(settings: Settings) -> None:
+    """Look at what usually keeps `start` from working, without loading weights or LanceDB.
+
+    BentoML starts a failing worker again and again; asked before, a wrong setting stops the server once.
+
+    Raises the errors of `start`.
+    """
+    bundle = Bundle.open(settings.bundle, verify=False)
+    if settings.engine == "onnx":
+        for graph in GRAPHS.values():
+            bundle.file(f"onnx/{graph.file}")
+        if importlib.util.find_spec("onnxruntime") is None:
+            raise MissingDependencyError("ONNX Runtime is missing: pip install 'dear-serve[cpu]' (or [gpu])")
 
 
 def start(settings: Settings) -> Running:
@@ -53,6 +74,8 @@ def start(settings: Settings) -> Running:
 def _open_gallery(settings: Settings, predictor: Predictor) -> Gallery | None:
     if settings.gallery is None:
         return None
+    from dear_serve.gallery import Gallery, GallerySpec  # LanceDB takes a second to import
+
     bundle = predictor.bundle
     spec = GallerySpec(
         bundle_sha256=bundle.sha256,

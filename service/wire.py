@@ -5,19 +5,22 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from dear_serve.errors import BundleError, DearError
-from dear_serve.gallery.store import Hit
 from dear_serve.preprocess import decode_image, thumbnail
 from dear_serve.runtime.base import Float32
 from dear_serve.runtime.predict import PictureResult, Predictor
 
 from .errors import error_body
 
+if TYPE_CHECKING:
+    from dear_serve.gallery.store import Hit
+
 __all__ = [
     "Preview",
     "at",
+    "cut",
     "first",
     "floats",
     "hit_answer",
@@ -62,6 +65,11 @@ def at(error: DearError, field: str) -> DearError:
     """`error`, said to be about `field` unless it names one itself."""
     error.field = error.field or field
     return error
+
+
+def cut(predictor: Predictor, texts: Sequence[str]) -> list[str]:
+    """What was cut off these texts, said in words."""
+    return [warning for warnings in predictor.text_warnings(texts) for warning in warnings]
 
 
 def first(vectors: Mapping[str, Float32]) -> dict[str, Float32]:
