@@ -1,0 +1,298 @@
+"""Zero-shot and adapted accuracy on a data set's test pictures, of a model in training or of a bundle.
+
+python -m training.evaluate BUNDLE DATA [--engine torch|onnx] [--protocol few-shot|base-to-novel]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dear_serve.bundle import Bundle
+from dear_serve.config import PreprocessConfig
+from dear_serve.dear.model import DearModel
+from dear_serve.errors import DearError
+from dear_serve.labels import class_features, fused_logits, softmax, zero_shot_logits
+from dear_serve.preprocess import preprocess_bytes
+from dear_serve.runtime import Engine, open_engine
+from dear_serve.tokenizer import Tokenizer
+from training.data import DataSet, Item, PictureCheck, load_data, make_task
+
+__all__ = ["EngineTowers", "ModelTowers", "Scores", "Towers", "evaluate", "harmonic_mean", "main", "table"]
+
+Float32 = npt.NDArray[np.float32]
+Int64 = npt.NDArray[np.int64]
+BATCH = 64
+
+
+class Towers(Protocol):
+    """What evaluation asks of a model; every array as in `dear_serve.runtime.base`."""
+
+    alpha: tuple[float, ...]
+    logit_scale: float
+
+    def images(self, pixels: Float32) -> tuple[Float32, Float32, Float32]:
+        """Adapted class feature (B, D), attribute features (B, K, D), zero-shot feature (B, D)."""
+
+    def text(self, tokens: Int64) -> Float32:
+        """Adapted text features (B, D)."""
+
+    def zero_shot_text(self, tokens: Int64) -> Float32:
+        """Frozen text features (B, D)."""
+
+
+class ModelTowers:
+    """A `DearModel`, in training or loaded. Adapted and zero-shot features share one pass of the frozen blocks."""
+
+    def __init__(self, model: DearModel) -> None:
+        self._model = model
+        self.alpha = tuple(model.fusion.alpha.detach().cpu().tolist())
+        self.logit_scale = model.clip.tau
+
+    def images(self, pixels: Float32) -> tuple[Float32, Float32, Float32]:
+        with torch.inference_mode():
+            trunk = self._model.image_trunk(self._tensor(pixels))
+            cls, attributes = self._model.image_head(trunk)
+            frozen = self._model.zero_shot_head(trunk)
+        return cls.cpu().numpy(), attributes.cpu().numpy(), frozen.cpu().numpy()
+
+    def text(self, tokens: Int64) -> Float32:
+        with torch.inference_mode():
+            features: Float32 = self._model.text_features(self._tensor(tokens)).cpu().numpy()
+        return features
+
+    def zero_shot_text(self, tokens: Int64) -> Float32:
+        with torch.inference_mode():
+            features: Float32 = self._model.zero_shot_text(self._tensor(tokens)).cpu().numpy()
+        return features
+
+    def _tensor(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._model.clip.logit_scale.device)
+
+
+class EngineTowers:
+    """A bundle run by any engine."""
+
+    def __init__(self, engine: Engine, bundle: Bundle) -> None:
+        self._engine = engine
+        self.alpha = bundle.manifest.alpha
+        self.logit_scale = bundle.manifest.logit_scale
+
+    def images(self, pixels: Float32) -> tuple[Float32, Float32, Float32]:
+        adapted = self._engine.encode_image(pixels)
+        return adapted.cls, adapted.attributes, self._engine.encode_image_zero_shot(pixels)
+
+    def text(self, tokens: Int64) -> Float32:
+        return self._engine.encode_text(tokens)
+
+    def zero_shot_text(self, tokens: Int64) -> Float32:
+        return self._engine.encode_text_zero_shot(tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """What a model said of the pictures of one test split."""
+
+    split: str
+    class_names: tuple[str, ...]
+    items: tuple[Item, ...]
+    zero_shot: Int64
+    """Predicted class of each picture, (n,)."""
+    adapted: Int64
+    """(n,)."""
+    confidence: Float32
+    """Adapted probability of the predicted class, (n,)."""
+
+    @property
+    def labels(self) -> Int64:
+        """True class of each picture, (n,)."""
+        return np.array([item.label for item in self.items], dtype=np.int64)
+
+    def accuracy(self, mode: str) -> float:
+        """Share of right predictions, 0 to 1; `mode` is "zero_shot" or "adapted"."""
+        return float(np.mean(getattr(self, mode) == self.labels))
+
+
+def evaluate(
+    towers: Towers,
+    tests: dict[str, tuple[tuple[str, ...], tuple[Item, ...]]],
+    *,
+    tokenizer: Tokenizer,
+    templates: Sequence[str],
+    preprocess: PreprocessConfig,
+    progress: Callable[[Sequence[Item]], Iterable[Item]] = iter,
+) -> list[Scores]:
+    """Scores on each test split, its pictures among its own class names (both modes with the same templates)."""
+    return [
+        _evaluate_split(
+            towers,
+            name,
+            items,
+            _Classes(
+                names=names,
+                adapted=class_features(names, templates, towers.text, tokenizer),
+                zero_shot=class_features(names, templates, towers.zero_shot_text, tokenizer),
+            ),
+            _pixels(progress(items), preprocess),
+        )
+        for name, (names, items) in tests.items()
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Classes:
+    names: tuple[str, ...]
+    adapted: Float32
+    zero_shot: Float32
+
+
+def _evaluate_split(
+    towers: Towers, name: str, items: tuple[Item, ...], classes: _Classes, batches: Iterable[Float32]
+) -> Scores:
+    zero_shot, adapted, confidence = [], [], []
+    for pixels in batches:
+        cls, attributes, frozen = towers.images(pixels)
+        zero_shot.append(zero_shot_logits(frozen, classes.zero_shot, towers.logit_scale).argmax(1))
+        logits, _ = fused_logits(cls, attributes, classes.adapted, towers.alpha, towers.logit_scale)
+        adapted.append(logits.argmax(1))
+        confidence.append(softmax(logits).max(1))
+    return Scores(
+        split=name,
+        class_names=classes.names,
+        items=items,
+        zero_shot=np.concatenate(zero_shot),
+        adapted=np.concatenate(adapted),
+        confidence=np.concatenate(confidence),
+    )
+
+
+def _pixels(items: Iterable[Item], config: PreprocessConfig) -> Iterator[Float32]:
+    """Batches (B, 3, S, S) of the pictures, in order."""
+    batch: list[Float32] = []
+    for item in items:
+        batch.append(preprocess_bytes(item.path.read_bytes(), config))
+        if len(batch) == BATCH:
+            yield np.stack(batch)
+            batch = []
+    if batch:
+        yield np.stack(batch)
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def harmonic_mean(a: float, b: float) -> float:
+    """2ab / (a + b); 0 if either is 0."""
+    return 2 * a * b / (a + b) if a > 0 and b > 0 else 0.0
+
+
+def summary(scores: Sequence[Scores]) -> dict[str, float]:
+    """Accuracies (0 to 1) by "zero_shot_base", "adapted_base", …, and the harmonic means "…_hm" of base and novel."""
+    numbers = {f"{m}_{s.split}": s.accuracy(m) for m in ("zero_shot", "adapted") for s in scores}
+    if {s.split for s in scores} >= {"base", "novel"}:
+        for mode in ("zero_shot", "adapted"):
+            numbers[f"{mode}_hm"] = harmonic_mean(numbers[f"{mode}_base"], numbers[f"{mode}_novel"])
+    return numbers
+
+
+def spread(runs: Sequence[dict[str, float]]) -> tuple[dict[str, float], dict[str, float]]:
+    """Mean and standard deviation (n - 1; 0 for one run) of each number over several seeds."""
+    values = {key: np.array([run[key] for run in runs]) for key in runs[0]}
+    sd = {key: float(v.std(ddof=1)) if len(v) > 1 else 0.0 for key, v in values.items()}
+    return {key: float(v.mean()) for key, v in values.items()}, sd
+
+
+def table(runs: Sequence[dict[str, float]]) -> str:
+    """The closing table, accuracies in %: a line for zero-shot, adapted and their difference, a column a split."""
+    mean, sd = spread(runs)
+    splits = [key.removeprefix("adapted_") for key in mean if key.startswith("adapted_")]
+    titles = [{"hm": "harmonic mean"}.get(s, s) for s in splits]
+    lines = [f"{'':12}" + "".join(f"{title:>16}" for title in titles)]
+    for mode, title in (("zero_shot", "zero-shot"), ("adapted", "adapted")):
+        cells = [_cell(mean[f"{mode}_{s}"], sd[f"{mode}_{s}"], len(runs)) for s in splits]
+        lines.append(f"{title:12}" + "".join(f"{cell:>16}" for cell in cells))
+    gains = [f"{100 * (mean[f'adapted_{s}'] - mean[f'zero_shot_{s}']):+.1f}" for s in splits]
+    lines.append(f"{'difference':12}" + "".join(f"{gain:>16}" for gain in gains))
+    if len(runs) > 1:
+        lines.append(f"mean and standard deviation over {len(runs)} seeds")
+    return "\n".join(lines)
+
+
+def _cell(mean: float, sd: float, runs: int) -> str:
+    return f"{100 * mean:.1f}" + (f" ± {100 * sd:.1f}" if runs > 1 else "")
+
+
+# --- command line ---------------------------------------------------------------------------------
+
+_EXAMPLES = """examples:
+  python -m training.evaluate runs/flowers data/flowers
+  python -m training.evaluate runs/flowers data/flowers --protocol base-to-novel --engine onnx
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m training.evaluate",
+        description="Zero-shot and adapted accuracy of a bundle on a data set's test pictures.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("bundle", type=Path, help="a bundle's folder")
+    parser.add_argument("data", type=Path, nargs="+", help="image folders, CSV or split JSON files")
+    parser.add_argument("--engine", choices=("torch", "onnx"), default="torch", help="default: %(default)s")
+    parser.add_argument("--protocol", choices=("few-shot", "base-to-novel"), default="few-shot")
+    parser.add_argument(
+        "--template", action="append", help="a text with one {}; repeatable (default: the bundle's)"
+    )
+    parser.add_argument(
+        "--skip-unreadable", action="store_true", help="leave out pictures that cannot be read"
+    )
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return parser
+
+
+def _task_tests(
+    data: DataSet, protocol: str, *, skip: bool
+) -> dict[str, tuple[tuple[str, ...], tuple[Item, ...]]]:
+    check = PictureCheck(skip=skip)
+    return make_task(data, protocol=protocol, shots=1, seed=0, check=check).tests
+
+
+def _run(args: argparse.Namespace) -> None:
+    bundle = Bundle.open(args.bundle)
+    towers = EngineTowers(open_engine(bundle, args.engine), bundle)
+    for path in args.data:
+        scores = evaluate(
+            towers,
+            _task_tests(load_data(path), args.protocol, skip=args.skip_unreadable),
+            tokenizer=Tokenizer.from_file(bundle.paths.tokenizer),
+            templates=args.template or bundle.manifest.templates,
+            preprocess=bundle.manifest.preprocess,
+        )
+        print(f"{bundle.name} on {path}, accuracy in % ({args.engine})")
+        print(table([summary(scores)]))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit status."""
+    args = _parser().parse_args(argv)
+    try:
+        _run(args)
+    except DearError as error:
+        if args.debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

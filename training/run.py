@@ -1,0 +1,244 @@
+"""Adapt a base to labelled pictures and write a bundle: python -m training.run DATA."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+from tqdm import tqdm
+
+from dear_serve.errors import ConfigError, DearError
+from training.config import Protocol, TrainConfig, read_recipe
+from training.evaluate import table
+from training.experiment import Options, run
+from training.prepare import read_templates
+
+__all__ = ["main"]
+
+T = TypeVar("T")
+
+_EXAMPLES = """examples:
+  python -m training.run data/flowers
+  python -m training.run data/flowers --base ViT-B-16/openai --shots 16 --protocol base-to-novel --seeds 1,2,3
+  python -m training.run data/flowers --recipe flowers.toml --out runs/flowers --resume
+
+DATA is an image folder (train/[val/]test/<class>/…, or <class>/… which is split 70 to 30), a CSV file with columns
+path,label,split, or a JSON file with lists train, val, test of [path, label, class name].
+
+exit status: 0 done; 1 stopped (go on with --resume) or a failed check; 2 bad options or pictures; 3 something is
+not installed."""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m training.run",
+        description="Adapt a frozen CLIP to labelled pictures with DeAR and write a bundle.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    defaults = TrainConfig()
+    parser.add_argument("data", type=Path, help="the labelled pictures (below)")
+    task = parser.add_argument_group("task")
+    task.add_argument(
+        "--base", help=f"dear-mini, ARCHITECTURE/TAG of open_clip, or a file (default: {defaults.base})"
+    )
+    task.add_argument(
+        "--protocol",
+        choices=get_args(Protocol),
+        help=f"all: every class, every picture (default: {defaults.protocol})",
+    )
+    task.add_argument(
+        "--shots", type=int, help=f"training pictures a class, 0 for all (default: {defaults.shots})"
+    )
+    task.add_argument("--template", action="append", help="a text with one {} for the class name; repeatable")
+    task.add_argument("--templates", type=Path, help="a file of templates, one a line")
+    task.add_argument("--skip-unreadable", action="store_true", help="leave out pictures that cannot be read")
+    seeds = task.add_mutually_exclusive_group()
+    seeds.add_argument("--seed", type=int, help=f"default: {defaults.seeds[0]}")
+    seeds.add_argument(
+        "--seeds", type=_seeds, help="several, as 1,2,3: mean and spread; the first one's is the bundle"
+    )
+    method = parser.add_argument_group("method")
+    method.add_argument("--recipe", type=Path, help="a TOML file of options; the command line goes over it")
+    method.add_argument("--epochs", type=int, help=f"default: {defaults.epochs}")
+    method.add_argument("--lr", type=float, help=f"peak learning rate (default: {defaults.lr})")
+    method.add_argument("--batch-size", type=int, help=f"default: {defaults.batch_size}")
+    method.add_argument(
+        "--reg", type=float, help=f"weight of staying near the base (default: {defaults.reg})"
+    )
+    method.add_argument(
+        "--fusion-reg",
+        type=float,
+        help=f"weight of leaning on the class feature (default: {defaults.fusion_reg})",
+    )
+    method.add_argument(
+        "--beta", type=float, help=f"share of its start in each token (default: {defaults.dear.beta})"
+    )
+    method.add_argument("--mask", choices=("paper", "one-way"), help=f"default: {defaults.dear.mask}")
+    method.add_argument(
+        "--roles", help="a roles.json, or mixed, generalization, random:SEED (default: the base's own)"
+    )
+    method.add_argument(
+        "--views",
+        type=int,
+        help=f"views of a training picture, 1: no crops (default: {defaults.augmentation.views})",
+    )
+    method.add_argument("--flip", action="store_const", const=True, help="crops may be mirrored")
+    place = parser.add_argument_group("place")
+    place.add_argument("--out", type=Path, help="the bundle to write (default: runs/<name of DATA>)")
+    place.add_argument("--resume", action="store_true", help="go on with a stopped run of the same options")
+    place.add_argument(
+        "--cache", type=Path, help="folder of the frozen blocks' output (default: beside --out)"
+    )
+    place.add_argument("--cache-limit", type=float, default=8.0, help="its size in GB (default: %(default)s)")
+    place.add_argument("--no-cache", action="store_true", help="compute the frozen blocks in every step")
+    place.add_argument("--device", default="auto", help="cpu, cuda, or auto (default)")
+    place.add_argument("--quiet", action="store_true", help="no progress bars")
+    place.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return parser
+
+
+def _seeds(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def _config(args: argparse.Namespace) -> TrainConfig:
+    """Defaults, then the recipe, then the command line."""
+    names = ("base", "protocol", "shots", "seeds", "epochs", "lr", "batch_size", "reg", "fusion_reg", "roles")
+    given: dict[str, Any] = {n: getattr(args, n) for n in names}
+    given["seeds"] = given["seeds"] or (None if args.seed is None else (args.seed,))
+    if args.template and args.templates:
+        raise ConfigError("give --template or --templates, not both", field="templates")
+    given["templates"] = read_templates(args.templates) if args.templates else args.template
+    given["dear"] = _without_none({"beta": args.beta, "mask": args.mask})
+    given["augmentation"] = _without_none({"views": args.views, "flip": args.flip})
+    recipe = read_recipe(args.recipe) if args.recipe else {}
+    return TrainConfig().with_options(recipe).with_options(_without_none(given))
+
+
+def _without_none(options: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in options.items() if value is not None}
+
+
+class _Stop:
+    """SIGINT and SIGTERM ask the loop to stop after its step; a second one ends the process at once."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._old: dict[int, Any] = {}
+
+    def __enter__(self) -> Callable[[], bool]:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._old[number] = signal.signal(number, self._ask)
+        return lambda: self.requested
+
+    def __exit__(self, *_: object) -> None:
+        for number, old in self._old.items():
+            signal.signal(number, old)
+
+    def _ask(self, number: int, _: object) -> None:
+        if self.requested:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        self.requested = True
+
+
+class _Console:
+    """Progress bars and lines on stderr."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self.quiet = quiet
+        self._every = 0.2 if sys.stderr.isatty() else 10.0  # seconds between two drawings: a log stays short
+        self._bar: tqdm[Any] | None = None
+
+    def _tqdm(
+        self,
+        title: str,
+        *,
+        items: Iterable[Any] | None = None,
+        total: int | None = None,
+        initial: int = 0,
+        leave: bool = True,
+    ) -> tqdm[Any]:
+        return tqdm(
+            items,
+            desc=title,
+            total=total,
+            initial=initial,
+            leave=leave,
+            file=sys.stderr,
+            disable=self.quiet,
+            mininterval=self._every,
+        )
+
+    def say(self, text: str) -> None:
+        """A line."""
+        if not self.quiet:
+            tqdm.write(text, file=sys.stderr)
+
+    def over(self, items: Iterable[T], title: str) -> Iterator[T]:
+        """`items` with a bar."""
+        yield from self._tqdm(title, items=items, leave=False)
+
+    def step(self, title: str, done: int, total: int, loss: float) -> None:
+        """One training step done."""
+        if self._bar is None:
+            self._bar = self._tqdm(title, total=total, initial=done - 1)
+        self._bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+        self._bar.update()
+        if done == total:
+            self.end()
+
+    def end(self) -> None:
+        """Close the bar of steps, if there is one."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+def _main(args: argparse.Namespace) -> None:
+    console, start = _Console(quiet=args.quiet), time.monotonic()
+    out = args.out or Path("runs") / args.data.stem
+    try:
+        with _Stop() as should_stop:
+            result = run(
+                args.data,
+                _config(args),
+                Options(
+                    out=out,
+                    resume=args.resume,
+                    cache=None if args.no_cache else args.cache or out.parent / ".cache",
+                    cache_limit=int(args.cache_limit * 1e9),
+                    skip_unreadable=args.skip_unreadable,
+                    device=args.device,
+                ),
+                console=console,
+                should_stop=should_stop,
+            )
+    finally:
+        console.end()
+    print(f"{args.data}: accuracy in %")
+    print(table(result.runs))
+    print(f"bundle {out}, report {out / 'report.html'} ({time.monotonic() - start:.0f} s)")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit status."""
+    args = _parser().parse_args(argv)
+    try:
+        _main(args)
+    except DearError as error:
+        if args.debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
