@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import asdict
 from typing import Any
 
 from dear_serve.errors import DearError
+from dear_serve.gallery.indexer import content_hash
 from dear_serve.gallery.query import build_query, parse_attributes
 from dear_serve.gallery.store import Gallery
 from dear_serve.runtime.predict import Embedding, Predictor
@@ -69,7 +69,7 @@ class GalleryAnswers:
                 self._predictor.readout(features),
                 [metadata[i] for i, _ in kept],
                 [row.thumbnail for _, row in kept],
-                [hashlib.sha256(row.data).hexdigest() for _, row in kept],
+                [content_hash(row.data, metadata[i]) for i, row in kept],
             )
         answers = [
             r if isinstance(r, DearError) else {"id": i} for i, r in zip(request.ids, rows, strict=True)

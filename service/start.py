@@ -74,15 +74,9 @@ def start(settings: Settings) -> Running:
 def _open_gallery(settings: Settings, predictor: Predictor) -> Gallery | None:
     if settings.gallery is None:
         return None
-    from dear_serve.gallery import Gallery, GallerySpec  # LanceDB takes a second to import
+    from dear_serve.gallery import Gallery, gallery_spec  # LanceDB takes a second to import
 
-    bundle = predictor.bundle
-    spec = GallerySpec(
-        bundle_sha256=bundle.sha256,
-        base_sha256=bundle.manifest.base.sha256,
-        columns=predictor.columns,
-    )
-    return Gallery.open(settings.gallery, create_for=spec)
+    return Gallery.open(settings.gallery, create_for=gallery_spec(predictor))
 
 
 def _warm_up(predictor: Predictor) -> None:

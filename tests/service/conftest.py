@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from dear_serve.bundle import Bundle
-from dear_serve.gallery import Gallery, GallerySpec
+from dear_serve.gallery import Gallery, gallery_spec
 from dear_serve.runtime.predict import Predictor
 from service.asgi import create_asgi_app
 from service.settings import Limits, Settings
@@ -76,13 +76,7 @@ def predictor(fake_bundle: Bundle) -> Iterator[Predictor]:
 
 @pytest.fixture
 def gallery(predictor: Predictor, tmp_path) -> Gallery:
-    bundle = predictor.bundle
-    spec = GallerySpec(
-        bundle_sha256=bundle.sha256,
-        base_sha256=bundle.manifest.base.sha256,
-        columns=predictor.columns,
-    )
-    return Gallery.open(tmp_path / "gallery", create_for=spec)
+    return Gallery.open(tmp_path / "gallery", create_for=gallery_spec(predictor))
 
 
 @pytest.fixture

@@ -15,6 +15,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from dear_serve.errors import BundleError
+from dear_serve.gallery import Gallery, GallerySpec
+from service.settings import Settings
+from service.start import check
+
 REPOSITORY = Path(__file__).parents[2]
 NO_TORCH = """
 import sys
@@ -119,3 +124,31 @@ def test_the_server(fake_bundle, picture, tmp_path):
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
     assert "Traceback" not in log.read_text()
+
+
+def test_no_bundle_stops_the_server_with_one_line(tmp_path):
+    with served(tmp_path, DEAR_BUNDLE=str(tmp_path / "nothing")) as (process, _, log):
+        assert process.wait(60) == 2
+    assert "nothing holds no dear.json" in log.read_text()
+    assert "Traceback" not in log.read_text()
+
+
+def test_another_bundles_gallery_stops_the_server(fake_bundle, tmp_path):
+    Gallery.open(
+        tmp_path / "gallery",
+        create_for=GallerySpec(bundle_sha256="x", base_sha256="y", columns={"class": 3}),
+    )
+    variables = {
+        "DEAR_BUNDLE": str(fake_bundle.paths.root),
+        "DEAR_GALLERY": str(tmp_path / "gallery"),
+        "DEAR_ENGINE": "fake",
+    }
+    with served(tmp_path, **variables) as (process, _, log):
+        process.wait(60)
+    assert "the gallery was made with bundle x" in log.read_text()
+
+
+def test_the_engine_must_be_exported(fake_bundle):
+    settings = Settings(bundle=fake_bundle.paths.root, engine="onnx")
+    with pytest.raises(BundleError, match="dear-export"):
+        check(settings)
