@@ -99,6 +99,7 @@ class Predictor:
         self._attributes = bundle.manifest.dear.attributes
         self._basis = bundle.basis()
         self._cache = ClassFeatureCache(_KEPT_LABEL_SETS)
+        self._checked_labels = lru_cache(maxsize=_KEPT_LABEL_SETS)(validate_labels)
         self._cut_warnings = lru_cache(maxsize=_KEPT_LABEL_SETS)(self._find_cut)
         workers = decode_threads or min(_MAX_DECODERS, os.cpu_count() or 1)
         self._pool = ThreadPoolExecutor(max_workers=workers, thread_name_prefix="decode")
@@ -226,7 +227,12 @@ class Predictor:
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Labels and templates, checked; the bundle's own where none are given."""
         manifest = self.bundle.manifest
-        names = manifest.class_names if labels is None else validate_labels(labels)
+        if labels is None:
+            names = manifest.class_names
+        elif isinstance(labels, (list, tuple)) and all(isinstance(label, str) for label in labels):
+            names = self._checked_labels(tuple(labels))
+        else:
+            names = validate_labels(labels)
         return names, manifest.templates if templates is None else validate_templates(templates)
 
     def _find_cut(self, names: tuple[str, ...], templates: tuple[str, ...]) -> tuple[str, ...]:
