@@ -1,0 +1,226 @@
+"""Traceable modules, one per graph of `io_spec`, with constants folded and nothing computed that nobody reads.
+
+B batch, N patch tokens, K attributes, L text length, d tower width, D joint width, C classes.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dear_serve.backbone.text import TextTower, end_of_text
+from dear_serve.backbone.vision import VisionTower
+from dear_serve.dear.model import DearModel
+from export.lean import LeanBlock, bias_from_mask
+
+__all__ = ["Classifier", "Fusion", "Image", "Text", "ZeroShotImage", "ZeroShotText", "wrap"]
+
+
+def _unit(x: Tensor) -> Tensor:
+    """L2-normalised along the last axis; torch's own normalize becomes an Expand with its shape arithmetic."""
+    return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(1e-12)
+
+
+class _ImageTower(nn.Module):
+    """What the adapted and the frozen image tower share."""
+
+    def __init__(self, tower: VisionTower, *, fused: bool) -> None:
+        super().__init__()
+        self.patch_embedding, self.ln_pre, self.ln_post = tower.patch_embedding, tower.ln_pre, tower.ln_post
+        position = tower.positional_embedding.detach().clone()
+        position[0] += tower.class_embedding.detach()
+        self.register_buffer("position", position)
+        self.register_buffer("proj", tower.proj.detach())
+        self.blocks = nn.ModuleList(LeanBlock(block, fused=fused) for block in tower.blocks)  # type: ignore[arg-type]
+
+    def embed(self, pixels: Tensor) -> Tensor:
+        """(B, 3, S, S) -> (B, 1+N, d): a row of zeros joins in front, CLS is in the positions."""
+        patches = self.patch_embedding(pixels).flatten(2).transpose(1, 2)
+        return self.ln_pre(F.pad(patches, (0, 0, 1, 0)) + self.get_buffer("position"))
+
+    def feature(self, cls: Tensor) -> Tensor:
+        """CLS after the last block, (B, 1, d) -> (B, D), L2-normalised."""
+        return _unit((self.ln_post(cls) @ self.get_buffer("proj")).squeeze(1))
+
+
+class ZeroShotImage(_ImageTower):
+    """Graph zero_shot_image: frozen CLIP's image tower."""
+
+    def __init__(self, model: DearModel, *, fused: bool) -> None:
+        super().__init__(model.clip.visual, fused=fused)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """(B, 3, S, S) -> (B, D)."""
+        x = self.embed(pixels)
+        for block in self.blocks[:-1]:
+            x = block(x)
+        return self.feature(self.blocks[-1](x, queries=x[:, :1]))
+
+
+class Image(_ImageTower):
+    """Graph image: the adapted tower with its masks, one constant per block that blocks anything."""
+
+    def __init__(self, model: DearModel, *, fused: bool) -> None:
+        super().__init__(model.clip.visual, fused=fused)
+        self.first, self.originals = model.config.first_block, model.originals
+        tokens = model.attribute_tokens
+        self.keep = 1 - tokens.beta
+        self.register_buffer("first_tokens", tokens.tokens.detach())
+        self.register_buffer("mixed_in", tokens.beta * tokens.tokens.detach())
+        self.register_buffer("attribute_proj", model.attribute_projection.detach())
+        last = len(self.blocks)
+        for layer in range(self.first, last + 1):
+            mask = model.get_buffer(f"mask_{layer}")
+            if layer == last:  # only CLS and the attribute tokens ask in the last block
+                mask = torch.cat([mask[:, :1], mask[:, self.originals :]], dim=1)
+            bias = None if bool(mask.all()) else bias_from_mask(mask)
+            self.register_buffer(f"mask_block_{layer}", bias)
+
+    def forward(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, 3, S, S) -> (B, D), (B, K, D)."""
+        x = self.embed(pixels)
+        for block in self.blocks[: self.first - 1]:
+            x = block(x)
+        tokens = self.get_buffer("first_tokens").expand(x.shape[0], -1, -1)
+        last = len(self.blocks)
+        for layer in range(self.first, last + 1):
+            joined = torch.cat([x, tokens], dim=1)
+            queries = torch.cat([x[:, :1], tokens], dim=1) if layer == last else None
+            y = self.blocks[layer - 1](joined, getattr(self, f"mask_block_{layer}"), queries=queries)
+            if layer < last:
+                x = y[:, : self.originals]
+                tokens = self.get_buffer("mixed_in") + self.keep * y[:, self.originals :]
+        attributes = self.ln_post(y[:, 1:]) @ self.get_buffer("attribute_proj")
+        return self.feature(y[:, :1]), _unit(attributes)
+
+
+class _TextTower(nn.Module):
+    """What the adapted and the frozen text tower share."""
+
+    def __init__(self, tower: TextTower, *, fused: bool, extra: int) -> None:
+        super().__init__()
+        self.token_embedding, self.ln_final = tower.token_embedding, tower.ln_final
+        self.register_buffer("position", tower.positional_embedding.detach())
+        self.register_buffer("proj", tower.projection.detach())
+        room = tower.config.context_length + extra
+        self.register_buffer("causal", bias_from_mask(tower.causal_mask(room)))
+        self.blocks = nn.ModuleList(LeanBlock(block, fused=fused) for block in tower.blocks)  # type: ignore[arg-type]
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """int64 (B, L) -> (B, L, d)."""
+        return self.token_embedding(tokens) + self.get_buffer("position")[: tokens.shape[1]]
+
+    def causal_bias(self, length: int) -> Tensor:
+        """(length, length)."""
+        return self.get_buffer("causal")[:length, :length]
+
+    def feature(self, x: Tensor, bias: Tensor, position: Tensor) -> Tensor:
+        """Last block and pooling at end-of-text alone: (B, L, d), (L, L), int64 (B,) -> (B, D), L2-normalised."""
+        rows = torch.arange(x.shape[0])
+        ends = x[rows, position].unsqueeze(1)
+        seen = bias[position].unsqueeze(1).unsqueeze(1)  # (B, 1, 1, L)
+        y = self.ln_final(self.blocks[-1](x, seen, queries=ends)) @ self.get_buffer("proj")
+        return _unit(y.squeeze(1))
+
+
+class ZeroShotText(_TextTower):
+    """Graph zero_shot_text: frozen CLIP's text tower."""
+
+    def __init__(self, model: DearModel, *, fused: bool) -> None:
+        super().__init__(model.clip.text, fused=fused, extra=0)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """int64 (B, L) -> (B, D)."""
+        x, bias = self.embed(tokens), self.causal_bias(tokens.shape[1])
+        for block in self.blocks[:-1]:
+            x = block(x, bias)
+        return self.feature(x, bias, end_of_text(tokens))
+
+
+class Text(_TextTower):
+    """Graph text: the adapted tower, with learnable tokens after the start token from block J_t on."""
+
+    def __init__(self, model: DearModel, *, fused: bool) -> None:
+        super().__init__(model.clip.text, fused=fused, extra=model.config.text_tokens)
+        self.extra = model.config.text_tokens
+        self.first = model.config.text_first_block
+        self.keep = 1 - model.text_tokens.beta
+        self.register_buffer("first_tokens", model.text_tokens.tokens.detach())
+        self.register_buffer("mixed_in", model.text_tokens.beta * model.text_tokens.tokens.detach())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """int64 (B, L) -> (B, D)."""
+        x, length = self.embed(tokens), tokens.shape[1]
+        bias = self.causal_bias(length)
+        for block in self.blocks[: self.first - 1]:
+            x = block(x, bias)
+        position = end_of_text(tokens)
+        if self.extra == 0:
+            for block in self.blocks[self.first - 1 : -1]:
+                x = block(x, bias)
+            return self.feature(x, bias, position)
+        learned = self.get_buffer("first_tokens").expand(x.shape[0], -1, -1)
+        x = torch.cat([x[:, :1], learned, x[:, 1:]], dim=1)
+        bias = self.causal_bias(length + self.extra)
+        for block in self.blocks[self.first - 1 : -1]:
+            y = block(x, bias)
+            learned = self.get_buffer("mixed_in") + self.keep * y[:, 1 : 1 + self.extra]
+            x = torch.cat([y[:, :1], learned, y[:, 1 + self.extra :]], dim=1)
+        return self.feature(x, bias, position + self.extra)
+
+
+class Fusion(nn.Module):
+    """Graph fusion: features to fused logits, tau and alpha folded into one constant (K+1, 1)."""
+
+    def __init__(self, model: DearModel) -> None:
+        super().__init__()
+        self.register_buffer("weights", (model.fusion.tau * model.fusion.alpha.detach()).unsqueeze(-1))
+
+    def forward(self, cls: Tensor, attributes: Tensor, class_features: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, D), (B, K, D), (C, D) -> logits (B, C), contributions (B, C, K+1)."""
+        weighted = torch.cat([cls.unsqueeze(1), attributes], dim=1) * self.get_buffer("weights")
+        contributions = class_features @ weighted.transpose(1, 2)
+        return contributions.sum(-1), contributions
+
+
+class Classifier(nn.Module):
+    """Graph classifier: pixels to fused logits over fixed classes, whose features are folded into one constant.
+
+    The fused feature tau * sum_k alpha_k f_k is formed first, so its product with the classes is one matrix product.
+    """
+
+    def __init__(self, model: DearModel, class_features: Tensor, *, fused: bool) -> None:
+        super().__init__()
+        self.image = Image(model, fused=fused)
+        weights = model.fusion.tau * model.fusion.alpha.detach()
+        self.register_buffer("cls_weight", weights[0] * torch.ones(1))
+        self.register_buffer("attribute_weights", weights[1:].unsqueeze(-1).clone())
+        self.register_buffer("class_weights", class_features.detach().t().contiguous())
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """(B, 3, S, S) -> (B, C)."""
+        cls, attributes = self.image(pixels)
+        feature = cls * self.get_buffer("cls_weight") + (
+            attributes * self.get_buffer("attribute_weights")
+        ).sum(1)
+        return feature @ self.get_buffer("class_weights")
+
+
+def wrap(model: DearModel, class_features: Tensor, *, fused: bool) -> dict[str, nn.Module]:
+    """One module per graph of `io_spec.GRAPHS`, in evaluation mode.
+
+    Args:
+        model: the adapted model.
+        class_features: adapted text features of the trained classes, (C, D), L2-normalised.
+        fused: see `LeanAttention`.
+    """
+    modules: dict[str, nn.Module] = {
+        "image": Image(model, fused=fused),
+        "text": Text(model, fused=fused),
+        "fusion": Fusion(model),
+        "classifier": Classifier(model, class_features, fused=fused),
+        "zero_shot_image": ZeroShotImage(model, fused=fused),
+        "zero_shot_text": ZeroShotText(model, fused=fused),
+    }
+    return {name: module.eval() for name, module in modules.items()}
