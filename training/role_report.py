@@ -1,0 +1,239 @@
+"""From head outputs to roles: TEXTSPAN, clusters, entropy, thresholds (method.md §1.2 to §1.6)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dear_serve.config import StrictConfig
+from dear_serve.dear.roles import Description, HeadRole, Role, Roles
+from dear_serve.errors import ConfigError
+from training.concepts import NOISE, ClusterConfig, Clusters, Lexicon, cluster_descriptions, concept_entropy
+from training.probe import HeadOutputs
+from training.textspan import textspan_of_covariance
+
+__all__ = ["BaseIdentity", "RoleReport", "RolesConfig", "assign_role", "classify", "tercile_thresholds"]
+
+Encoder = Callable[[Sequence[str]], npt.NDArray[np.float32]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolesConfig(StrictConfig):
+    """Parameters of the roles of a base."""
+
+    attributes: tuple[str, ...] = ("color", "shape", "texture", "object", "location")
+    top_n: int = 20
+    """N, descriptions a head at most."""
+    rank: int = 0
+    """r; 0 means the width of one head, the most directions its output can have (ours)."""
+    explained: float = 0.95
+    """TEXTSPAN stops once a head's descriptions explain this share of its variance within the texts' reach (ours): what
+    is chosen after that describes rounding and noise, yet each description counts alike. 1 chooses top_n always."""
+    thresholds: tuple[float, float] | None = None
+    """Entropy in bits below and above; None for the terciles over the classified heads (ours)."""
+    clusters: ClusterConfig = field(default_factory=ClusterConfig)
+
+    def __post_init__(self) -> None:
+        if not self.attributes or len(set(self.attributes)) != len(self.attributes):
+            raise ConfigError(
+                f"attributes {list(self.attributes)}: name one or more, each once", field="attributes"
+            )
+        if self.top_n < 1 or self.rank < 0 or not 0 < self.explained <= 1:
+            raise ConfigError(
+                f"top_n {self.top_n}, rank {self.rank}, explained {self.explained}: top_n is 1 or more, rank 0 or "
+                "more, explained above 0 and up to 1"
+            )
+        if self.thresholds and not 0 <= self.thresholds[0] <= self.thresholds[1]:
+            raise ConfigError(
+                f"thresholds {self.thresholds}: two entropies in bits, the lower one first",
+                field="thresholds",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseIdentity:
+    """What the roles are of."""
+
+    name: str
+    sha256: str
+    head_width: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleReport:
+    """Roles, and what they came from."""
+
+    roles: Roles
+    shares: tuple[dict[str, float], ...]
+    """Per head in the roles' order: concept (noise included) -> share of the head's descriptions."""
+    explained: tuple[float, ...]
+    """Per head: share of its variance that its descriptions explain."""
+    descriptions: tuple[str, ...]
+    """All recorded descriptions, each once."""
+    clusters: Clusters
+
+    @property
+    def noise(self) -> float:
+        """Share of the recorded descriptions in no cluster."""
+        return float((self.clusters.labels < 0).mean()) if len(self.clusters.labels) else 0.0
+
+    def warnings(self) -> list[str]:
+        """What whoever uses the roles should know."""
+        roles = self.roles
+        out = [
+            f"no expert head for {attribute}: its token will be seen by mixed heads only"
+            for attribute in roles.attributes
+            if not roles.experts(attribute)
+        ]
+        if self.noise > 0.5:
+            out.append(f"{self.noise:.0%} of the descriptions are in no cluster: entropies say little")
+        if roles.thresholds[0] == roles.thresholds[1]:
+            out.append(
+                f"both thresholds are {roles.thresholds[0]:.3f} bits: heads do not differ enough to tell apart"
+            )
+        return out
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for the report file: clusters with their members, and shares per head."""
+        members: dict[int, list[str]] = {}
+        for text, label in zip(self.descriptions, self.clusters.labels.tolist(), strict=True):
+            members.setdefault(label, []).append(text)
+        return {
+            "noise": round(self.noise, 4),
+            "clusters": [
+                {"concept": self.clusters.names[k] if k >= 0 else NOISE, "descriptions": members[k]}
+                for k in sorted(members, key=lambda k: (k < 0, k))
+            ],
+            "heads": [
+                {
+                    "layer": head.layer,
+                    "head": head.head,
+                    "explained": round(explained, 4),
+                    "shares": {k: round(v, 4) for k, v in share.items()},
+                }
+                for head, share, explained in zip(self.roles.heads, self.shares, self.explained, strict=True)
+            ],
+            "warnings": self.warnings(),
+        }
+
+
+def classify(
+    outputs: HeadOutputs,
+    *,
+    pool: tuple[Sequence[str], npt.NDArray[np.float32]],
+    encode: Encoder,
+    lexicon: Lexicon,
+    base: BaseIdentity,
+    config: RolesConfig,
+) -> RoleReport:
+    """Roles of the heads whose outputs are given.
+
+    Args:
+        outputs: of L' blocks, the last ones of the tower.
+        pool: M descriptions and their text features (M, D).
+        encode: sentence encoder.
+        lexicon: concepts; every attribute must be one of them.
+        base: identity to store.
+        config: parameters.
+
+    Raises:
+        ConfigError: an attribute that the lexicon lacks, or a pool that doesn't fit.
+    """
+    unknown = [a for a in config.attributes if a not in lexicon.concepts]
+    if unknown:
+        raise ConfigError(
+            f"attributes {unknown} are not concepts of the lexicon ({', '.join(lexicon.concepts)}); add seed phrases "
+            "for them with --concepts FILE",
+            field="attributes",
+        )
+    texts, features = pool
+    layers, heads = outputs.covariance.shape[:2]
+    chosen = [
+        _descriptions(outputs.covariance[i, h], texts, features, config=config, head_width=base.head_width)
+        for i in range(layers)
+        for h in range(heads)
+    ]
+    recorded = tuple(dict.fromkeys(d.text for ds in chosen for d in ds))
+    clusters = cluster_descriptions(recorded, encode=encode, lexicon=lexicon, config=config.clusters)
+    concept_of = dict(zip(recorded, clusters.concepts, strict=True))
+    counts = [Counter(concept_of[d.text] for d in ds) for ds in chosen]
+    entropies = [concept_entropy(c) if c else 0.0 for c in counts]
+    low, high = config.thresholds or tercile_thresholds(entropies)
+    return RoleReport(
+        roles=Roles(
+            base=base.name,
+            base_sha256=base.sha256,
+            layers=outputs.last_block,
+            heads_per_layer=heads,
+            first_block=outputs.last_block - layers + 1,
+            attributes=config.attributes,
+            thresholds=(low, high),
+            heads=tuple(
+                HeadRole(
+                    layer=outputs.last_block - layers + 1 + i // heads,
+                    head=i % heads,
+                    role=assign_role(entropy, (low, high), dominant := _dominant(count)),
+                    concept=dominant,
+                    entropy=round(entropy, 6),
+                    descriptions=ds,
+                )
+                for i, (entropy, count, ds) in enumerate(zip(entropies, counts, chosen, strict=True))
+            ),
+        ),
+        shares=tuple({k: n / c.total() for k, n in c.most_common()} for c in counts),
+        explained=tuple(
+            sum(d.variance for d in ds) / max(float(np.trace(cov)), 1e-30)
+            for ds, cov in zip(
+                chosen, outputs.covariance.reshape(-1, *outputs.covariance.shape[2:]), strict=True
+            )
+        ),
+        descriptions=recorded,
+        clusters=clusters,
+    )
+
+
+def tercile_thresholds(entropies: Sequence[float]) -> tuple[float, float]:
+    """Lower and upper terciles of the classified heads' entropies, in bits (ours, method.md §1.5)."""
+    low, high = np.quantile(np.asarray(entropies, np.float64), [1 / 3, 2 / 3])
+    return round(float(low), 6), round(float(high), 6)
+
+
+def assign_role(entropy: float, thresholds: tuple[float, float], concept: str) -> Role:
+    """Up to the lower threshold an attribute head, from the upper one on a generalization head, mixed between.
+
+    A head that mostly wrote noise, or nothing at all, is a generalization head: low entropy without a concept says
+    nothing, and that role is the one that leaves a head as it is (ours).
+    """
+    entropy = round(
+        entropy, 6
+    )  # as it is stored, so that stored entropies and thresholds give the same roles
+    if concept in (NOISE, "") or (entropy >= thresholds[1] and entropy > thresholds[0]):
+        return "generalization"
+    return "attribute" if entropy <= thresholds[0] else "mixed"
+
+
+def _dominant(counts: Counter[str]) -> str:
+    """The most frequent concept, the first in alphabetical order among equals; "" without descriptions."""
+    return min(counts, key=lambda c: (-counts[c], c)) if counts else ""
+
+
+def _descriptions(
+    covariance: np.ndarray,
+    texts: Sequence[str],
+    features: npt.NDArray[np.float32],
+    *,
+    config: RolesConfig,
+    head_width: int,
+) -> tuple[Description, ...]:
+    found = textspan_of_covariance(covariance, features, rank=config.rank or head_width, steps=config.top_n)
+    enough, total, kept = config.explained * float(np.trace(covariance)), 0.0, 0
+    for _, variance in found:
+        if total >= enough:
+            break
+        total, kept = total + variance, kept + 1
+    return tuple(Description(text=texts[i], variance=float(f"{v:.6g}")) for i, v in found[:kept])
