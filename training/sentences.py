@@ -7,6 +7,7 @@ PATH    a folder that sentence-transformers can load
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 from collections.abc import Callable, Sequence
@@ -84,9 +85,9 @@ def _load(folder: Path) -> Any:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read once, when transformers is imported below
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from sentence_transformers import SentenceTransformer
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
+    hub_logging: Any = importlib.import_module("transformers.utils.logging")
+    hub_logging.disable_progress_bar()
     try:
         return SentenceTransformer(str(folder), device="cpu", local_files_only=True)
     except Exception as error:  # the loader raises many kinds on a folder that isn't a model
