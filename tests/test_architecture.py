@@ -22,9 +22,10 @@ ORDER = (
 HEAVY = ("torch", "torchvision", "open_clip")
 TORCH_FREE = (
     "service.app", "service.asgi", "service.start", "dear_serve.preprocess", "dear_serve.tokenizer",
-    "dear_serve.labels", "dear_serve.bundle", "dear_serve.readout", "dear_serve.runtime.onnx_engine", "dear_serve.runtime.fake_engine",
-    "dear_serve.runtime.predict", "dear_serve.gallery", "dear_serve.gallery.indexer", "dear_serve.dear.roles",
-    "dear_serve.dear.mask", "dear_serve.cli", "dear_serve.launch", "dear_serve.doctor", "dear_serve.demo",
+    "dear_serve.labels", "dear_serve.bundle", "dear_serve.readout", "dear_serve.runtime.onnx_engine",
+    "dear_serve.runtime.fake_engine", "dear_serve.runtime.predict", "dear_serve.gallery",
+    "dear_serve.gallery.indexer", "dear_serve.dear.roles", "dear_serve.dear.mask", "dear_serve.cli",
+    "dear_serve.launch", "dear_serve.doctor", "dear_serve.demo",
 )  # fmt: skip
 
 
