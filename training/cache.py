@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -180,7 +181,8 @@ class CachedTrunks(PlainTrunks):
                 np.save(stream, rows)
             partial.replace(file)
         except OSError as error:
-            partial.unlink(missing_ok=True)
+            with suppress(OSError):
+                partial.unlink()
             raise DataError(
                 f"the cache {self.root} cannot be written ({error.strerror}); make room, choose another --cache, "
                 "or train with --no-cache",

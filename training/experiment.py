@@ -109,6 +109,10 @@ class _Run:
     console: Console
     should_stop: Callable[[], bool]
 
+    def watch(self, title: str) -> Callable[[Iterable[T]], Iterator[T]]:
+        """A function that gives items with progress, until a stop is asked for."""
+        return partial(_watched, title=title, console=self.console, should_stop=self.should_stop)
+
 
 def run(
     path: Path,
@@ -129,9 +133,8 @@ def run(
         pass
     data = load_data(path)
     prepared = prepare(config, device=resolve_device(options.device))
-    check = PictureCheck(
-        skip=options.skip_unreadable, progress=partial(console.over, title="checking pictures")
-    )
+    watch = partial(_watched, title="checking pictures", console=console, should_stop=should_stop)
+    check = PictureCheck(skip=options.skip_unreadable, progress=watch)
     shared = _Run(
         config=config,
         options=options,
@@ -143,6 +146,8 @@ def run(
     )
     if options.state.exists() and not options.resume:
         shutil.rmtree(options.state)
+    elif options.resume and not options.state.exists():
+        console.say(f"{options.out} has no stopped run to go on with: starting from the first step")
     seeds = [_one_seed(shared, seed) for seed in config.seeds]
     runs = [summary(result.scores) for result in seeds]
     _write_bundle(shared, seeds[0], runs, seeds)
@@ -179,7 +184,7 @@ def _one_seed(shared: _Run, seed: int) -> SeedResult:
         tokenizer=prepared.tokenizer,
         templates=prepared.templates,
         preprocess=prepared.base.config.preprocess,
-        progress=partial(console.over, title="testing"),
+        progress=shared.watch("testing"),
     )
     return SeedResult(
         seed=seed,
@@ -206,15 +211,17 @@ def _trunks(shared: _Run, model: DearModel, task: Task) -> PlainTrunks:
         )
         return PlainTrunks(model, paths, augmentation)
     shared.console.say(f"cache of the frozen blocks: {size} in {folder}")
-    cached.fill(limit=limit, progress=partial(_stoppable, shared))
+    cached.fill(limit=limit, progress=shared.watch("computing frozen blocks"))
     return cached
 
 
-def _stoppable(shared: _Run, items: Iterable[T]) -> Iterator[T]:
+def _watched(
+    items: Iterable[T], title: str, *, console: Console, should_stop: Callable[[], bool]
+) -> Iterator[T]:
     """`items` with progress, until a stop is asked for."""
-    for item in shared.console.over(items, "frozen blocks"):
-        if shared.should_stop():
-            raise DearError("stopped before the first step; go on with --resume", code="stopped")
+    for item in console.over(items, title):
+        if should_stop():
+            raise DearError(f"stopped while {title}; go on with --resume", code="stopped")
         yield item
 
 

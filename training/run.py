@@ -237,6 +237,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        if args.debug:
+            raise
+        print(f"error: {error.filename or 'a file'} cannot be used: {error.strerror}", file=sys.stderr)
+        return 2
     return 0
 
 

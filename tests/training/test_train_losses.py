@@ -1,0 +1,36 @@
+"""The loss against method.md §5, computed by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from training.losses import Features, cosine_distance, dear_loss
+
+
+def unit(*shape):
+    return F.normalize(torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))), dim=-1)
+
+
+def test_cosine_distance_of_known_angles():
+    a = torch.tensor([[1.0, 0.0], [1.0, 0.0], [1.0, 0.0]])
+    b = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0]])
+    assert float(cosine_distance(a, b)) == pytest.approx((0 + 1 + 2) / 3)
+
+
+def test_parts_and_total():
+    logits = torch.tensor([[2.0, 0.0], [0.0, 1.0]])
+    labels = torch.tensor([0, 0])
+    features = Features(cls=unit(2, 8), frozen_cls=unit(2, 9)[:, :8], text=unit(2, 8), frozen_text=unit(2, 8))
+    losses = dear_loss(logits, labels, features, alpha_cls=torch.tensor(0.25), reg=2.0, fusion_reg=0.5)
+    numbers = losses.numbers()
+    expected = (math.log(1 + math.exp(-2)) + math.log(1 + math.exp(1))) / 2
+    assert numbers["cross_entropy"] == pytest.approx(expected, abs=1e-6)
+    image = 1 - (features.cls * features.frozen_cls).sum(1).mean()
+    assert numbers["image_reg"] == pytest.approx(float(image), abs=1e-6)
+    assert numbers["text_reg"] == pytest.approx(0.0, abs=1e-6)
+    assert numbers["fusion_reg"] == pytest.approx(math.log(4), abs=1e-6)
+    assert numbers["loss"] == pytest.approx(expected + 2 * float(image) + 0.5 * math.log(4), abs=1e-6)
