@@ -35,7 +35,15 @@ from dear_serve.backbone.zoo import ASSETS, load_base
 from dear_serve.config import PreprocessConfig, StrictConfig
 from dear_serve.errors import CheckFailedError, ConfigError, DearError
 from dear_serve.tokenizer import Tokenizer
-from training.captions import Captions, attribute_prompts, captions_of, sample_captions, truth_matrix
+from training.captions import (
+    Captions,
+    attribute_prompts,
+    captions_of,
+    full_captions,
+    merge_equal,
+    sample_captions,
+    truth_matrix,
+)
 from training.world import SIZE, World, sample_scenes
 from training.world_vocab import ATTRIBUTES, VOCABULARY, object_names
 
@@ -110,7 +118,10 @@ class Batches(Dataset[dict[str, Any]]):
         rng = np.random.default_rng((config.seed, step))
         scenes = sample_scenes(rng, config.batch_size, split="train", n_objects=config.objects)
         subsets = sample_captions(rng, scenes)
-        subsets = _merge(Captions(texts=subsets.texts[-len(scenes) :], parts=subsets.parts[-len(scenes) :]))
+        last = slice(
+            2 * len(scenes), None
+        )  # the random subsets; objects and single attributes come whole below
+        subsets, _ = merge_equal(Captions(texts=subsets.texts[last], parts=subsets.parts[last]))
         groups = [subsets, *(_every_value(a, rng, config.objects) for a in _single_order())]
         short = [t for g in groups[1:] for t in g.texts]
         truth = [torch.from_numpy(truth_matrix(scenes, g)) for g in groups]
@@ -120,12 +131,6 @@ class Batches(Dataset[dict[str, Any]]):
 
 def _single_order() -> list[str]:
     return ["object", *(a for a in ATTRIBUTES if a != "object")]
-
-
-def _merge(captions: Captions) -> Captions:
-    """Captions that say the same, once: the first of each."""
-    _, first = np.unique(captions.parts, axis=0, return_index=True)
-    return Captions(texts=[captions.texts[i] for i in first], parts=captions.parts[first])
 
 
 def _every_value(attribute: str, rng: np.random.Generator, n_objects: int | None) -> Captions:
@@ -187,7 +192,8 @@ def zero_shot_accuracy(
     rng = np.random.default_rng(seed)
     scenes = sample_scenes(rng, count, split="heldout", n_objects=n_objects)
     images = World(n_objects).render(scenes, rng)
-    features = torch.cat([clip.encode_image(pixels_from(images[i : i + 250])) for i in range(0, count, 250)])
+    chunks = range(0, count, 250)
+    features = torch.cat([clip.encode_image(pixels_from(images[i : i + 250])) for i in chunks])
     truth, result = scenes.attributes(), {}
     for k, attribute in enumerate(ATTRIBUTES):
         prompts = attribute_prompts(attribute, wording=wording, n_objects=n_objects)
@@ -229,13 +235,14 @@ def _steps(config: PretrainConfig, first: int) -> Iterator[tuple[int, dict[str, 
     yield from zip(range(first, config.steps), loader, strict=True)
 
 
-def pretrain(config: PretrainConfig, out: Path, *, every: int = 500) -> Clip:
+def pretrain(config: PretrainConfig, out: Path, *, every: int = 500, pictures: int = 1000) -> Clip:
     """Train to `config.steps`, going on from `out/last.pt` if it is there; logs to `out/log.jsonl`.
 
     Args:
         config: of the run.
         out: folder of the run.
         every: steps between evaluations and saved states (`last.pt`, and `best.pt` by mean accuracy).
+        pictures: of an evaluation.
 
     Raises:
         ConfigError: the state in `out` belongs to another configuration.
@@ -265,7 +272,7 @@ def pretrain(config: PretrainConfig, out: Path, *, every: int = 500) -> Clip:
         if (step + 1) % every and step + 1 != config.steps:
             continue
         seconds = spent + time.monotonic() - start
-        accuracy = zero_shot_accuracy(clip.eval(), n_objects=config.objects)
+        accuracy = zero_shot_accuracy(clip.eval(), count=pictures, n_objects=config.objects)
         mean = sum(accuracy.values()) / len(accuracy)
         line = {
             "step": step + 1,
@@ -286,8 +293,14 @@ def pretrain(config: PretrainConfig, out: Path, *, every: int = 500) -> Clip:
     return clip
 
 
-def ship(run: Path, *, state: str = "last.pt", to: Path = ASSETS / "dear-mini") -> None:
-    """Write the shipped files from a run's state: fp16 safetensors and open_clip's configuration beside it.
+def ship(run: Path, *, state: str = "last.pt", to: Path = ASSETS / "dear-mini", pictures: int = 2000) -> None:
+    """Write the shipped files from a run's state: fp16 safetensors, open_clip's configuration, figures.
+
+    Args:
+        run: folder of the run.
+        state: which of its states.
+        to: folder to write.
+        pictures: to measure the figures on.
 
     Raises:
         ConfigError: there is no such state.
@@ -304,23 +317,46 @@ def ship(run: Path, *, state: str = "last.pt", to: Path = ASSETS / "dear-mini") 
     preprocess |= {"interpolation": "bicubic", "resize_mode": "shortest", "fill_color": 0}
     _write_json(to / "open_clip_config.json", {"model_cfg": MINI, "preprocess_cfg": preprocess})
     config = PretrainConfig.from_dict(saved["config"])
-    figures = _figures(load_base(str(to / "open_clip_model.safetensors")).clip, config)
-    figures |= {"step": saved["step"], "config": saved["config"]}
-    _write_json(to / "figures.json", {"sha256": load_base("dear-mini").sha256, **figures})
+    base = load_base(str(to / "open_clip_model.safetensors"))
+    about = {"sha256": base.sha256, "step": saved["step"], "config": saved["config"], "pictures": pictures}
+    _write_json(to / "figures.json", {**about, **_figures(base.clip, config, pictures)})
 
 
-def _figures(clip: Clip, config: PretrainConfig) -> dict[str, Any]:
-    """Zero-shot accuracy on 2,000 held-out-combination pictures, in both wordings."""
+@torch.no_grad()
+def caption_recall(
+    clip: Clip, *, count: int = 1000, n_objects: int | None = None, seed: int = 10**6
+) -> float:
+    """Recall at 1: share of full captions whose own picture is the nearest among `count` held-out ones.
+
+    Pictures of which the caption is true as well count as its own.
+    """
+    rng = np.random.default_rng(seed)
+    scenes = sample_scenes(rng, count, split="heldout", n_objects=n_objects)
+    images = World(n_objects).render(scenes, rng)
+    captions = full_captions(rng, scenes)
+    chunks = range(0, count, 250)
+    pictures = torch.cat([clip.encode_image(pixels_from(images[i : i + 250])) for i in chunks])
+    texts = torch.cat([clip.encode_text(tokens_from(captions.texts[i : i + 250])) for i in chunks])
+    nearest = (texts @ pictures.t()).argmax(1).numpy()
+    return float(truth_matrix(scenes, captions)[nearest, np.arange(count)].mean())
+
+
+def _figures(clip: Clip, config: PretrainConfig, pictures: int) -> dict[str, Any]:
+    """Zero-shot accuracy on held-out-combination pictures in both wordings, and recall by full caption."""
     return {
         "zero_shot": {
-            w: zero_shot_accuracy(clip, count=2000, wording=w, n_objects=config.objects)
-            for w in ("seen", "unseen")
-        }
+            wording: zero_shot_accuracy(clip, count=pictures, wording=wording, n_objects=config.objects)
+            for wording in ("seen", "unseen")
+        },
+        "caption_recall_at_1": caption_recall(clip, count=min(1000, pictures), n_objects=config.objects),
     }
 
 
-def check() -> dict[str, Any]:
-    """Measure the shipped dear-mini again.
+def check(folder: Path = ASSETS / "dear-mini") -> dict[str, Any]:
+    """Measure shipped files again.
+
+    Args:
+        folder: as `ship` wrote it.
 
     Returns:
         The figures found.
@@ -328,13 +364,13 @@ def check() -> dict[str, Any]:
     Raises:
         CheckFailedError: the hash or a figure (by more than half a point) is not the one in `figures.json`.
     """
-    stored = json.loads((ASSETS / "dear-mini" / "figures.json").read_text(encoding="utf-8"))
-    base = load_base("dear-mini")
+    stored = json.loads((folder / "figures.json").read_text(encoding="utf-8"))
+    base = load_base(str(folder / "open_clip_model.safetensors"))
     if base.sha256 != stored["sha256"]:
         raise CheckFailedError(
             f"dear-mini's weights have SHA-256 {base.sha256}, figures.json says {stored['sha256']}"
         )
-    found = _figures(base.clip, PretrainConfig.from_dict(stored["config"]))
+    found = _figures(base.clip, PretrainConfig.from_dict(stored["config"]), stored["pictures"])
     for wording, figures in found["zero_shot"].items():
         for attribute, value in figures.items():
             expected = stored["zero_shot"][wording][attribute]
