@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -69,6 +70,7 @@ class Workers:
         self._pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="answer")
         self._most = threads + waiting
         self._seconds = seconds
+        self._lock = threading.Lock()
         self.pending = 0
 
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:
@@ -82,10 +84,10 @@ class Workers:
         """
         if self.pending >= self._most:
             raise OverloadError(f"{self.pending} requests are waiting already; try again in a moment")
-        loop = asyncio.get_running_loop()
         future: Future[T] = self._pool.submit(function, *arguments)
-        self.pending += 1
-        future.add_done_callback(lambda _: loop.call_soon_threadsafe(self._done))
+        with self._lock:
+            self.pending += 1
+        future.add_done_callback(self._done)
         try:
             return await asyncio.wait_for(asyncio.wrap_future(future), self._seconds)
         except asyncio.TimeoutError:
@@ -93,8 +95,9 @@ class Workers:
                 f"no answer within {self._seconds:g} s; send less, or try again later"
             ) from None
 
-    def _done(self) -> None:
-        self.pending -= 1
+    def _done(self, _: Future[Any]) -> None:
+        with self._lock:
+            self.pending -= 1
 
     def close(self) -> None:
         """Finish what was accepted, then stop the threads."""
