@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -139,14 +138,13 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from dear_serve.launch import serve_command, serve_environment
+    from dear_serve.launch import run_server, serve_command, serve_environment
 
     environment = serve_environment(
         args.bundle, gallery=args.gallery, engine=args.engine, threads=args.threads
     )
     command = serve_command(host=args.host, port=args.port)
-    sys.stdout.flush()
-    os.execve(command[0], command, environment)
+    return run_server(command, environment)
 
 
 def _index(args: argparse.Namespace) -> int:

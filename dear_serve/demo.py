@@ -10,7 +10,6 @@ import base64
 import csv
 import http.client
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from dear_serve.errors import CheckFailedError, DearError
-from dear_serve.launch import serve_command, serve_environment
+from dear_serve.launch import serve_command, serve_environment, server_process
 
 __all__ = ["Client", "run_demo", "running_server"]
 
@@ -134,8 +133,7 @@ def running_server(environment: Mapping[str, str], *, port: int) -> Iterator[Cli
     if _ready(client) is not None:
         raise CheckFailedError(f"something answers on port {port} already; choose another with --port")
     command = serve_command(host="127.0.0.1", port=port)
-    process = subprocess.Popen(command, env=dict(environment), start_new_session=True)
-    try:
+    with server_process(command, environment) as process:
         deadline = time.monotonic() + _READY_SECONDS
         while _ready(client) != 200:
             if process.poll() is not None:
@@ -144,8 +142,6 @@ def running_server(environment: Mapping[str, str], *, port: int) -> Iterator[Cli
                 raise CheckFailedError(f"the server was not ready after {_READY_SECONDS} s")
             time.sleep(0.1)
         yield client
-    finally:
-        _stop(process)
 
 
 def _ready(client: Client) -> int | None:
@@ -154,18 +150,6 @@ def _ready(client: Client) -> int | None:
         return client.call("GET", "/readyz")[0]
     except (OSError, http.client.HTTPException):
         return None
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Ask the server and its workers to end, then insist."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        if process.poll() is None:
-            os.killpg(process.pid, number)
-            try:
-                process.wait(timeout=15)
-            except subprocess.TimeoutExpired:
-                continue
-    process.wait()
 
 
 def _encoded(path: Path) -> str:

@@ -1,28 +1,41 @@
-"""How a server process is started: the BentoML command line and the environment the service reads."""
+"""How a server process is started: the BentoML command line, the environment the service reads, and the wait."""
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import signal
+import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 from dear_serve.bundle import Bundle
 from dear_serve.errors import BundleError, InputError
 
-__all__ = ["serve_command", "serve_environment"]
+__all__ = ["run_server", "serve_command", "serve_environment", "server_process"]
 
 
 def serve_command(*, host: str, port: int) -> list[str]:
     """The command that answers over HTTP on `host`:`port` in the foreground.
 
     Raises:
-        InputError: a port that cannot be.
+        InputError: an address or a port that cannot be.
     """
     if not 1 <= port <= 65535:
         raise InputError(f"--port is {port}; 1 to 65535", field="port")
-    return [
-        sys.executable, "-m", "bentoml", "serve", "service.app:DearService", "--host", host, "--port", str(port),
-    ]  # fmt: skip
+    address = "127.0.0.1" if host == "localhost" else host
+    try:
+        ipaddress.ip_address(address)
+    except ValueError:
+        raise InputError(
+            f"--host is {host!r}; an IP address such as 127.0.0.1 or 0.0.0.0", field="host"
+        ) from None
+    command = [sys.executable, "-m", "bentoml", "serve", "service.app:DearService"]
+    return [*command, "--host", address, "--port", str(port)]
 
 
 def serve_environment(
@@ -49,3 +62,44 @@ def serve_environment(
         "BENTOML_DO_NOT_TRACK": "True",
     }
     return {**os.environ, **settings}
+
+
+@contextmanager
+def server_process(
+    command: Sequence[str], environment: Mapping[str, str]
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A server process in a group of its own, stopped on leaving.
+
+    BentoML keeps its working files in a folder that only this server uses: a second one with the same folder would
+    delete the first one's metrics.
+    """
+    with tempfile.TemporaryDirectory(prefix="dear-serve-", ignore_cleanup_errors=True) as home:
+        process = subprocess.Popen(command, env={**environment, "BENTOML_HOME": home}, start_new_session=True)
+        try:
+            yield process
+        finally:
+            _stop(process)
+
+
+def run_server(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Serve until the server ends or this process is told to (SIGINT, SIGTERM); returns the exit code."""
+    with server_process(command, environment) as process:
+
+        def forward(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 (the interface of a handler)
+            process.terminate()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, forward)
+        return process.wait()
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Ask the server and its workers to end, then insist."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is None:
+            os.killpg(process.pid, number)
+            try:
+                process.wait(timeout=15)
+            except subprocess.TimeoutExpired:
+                continue
+    process.wait()

@@ -1,0 +1,177 @@
+"""Which readout finds pictures alike in one attribute: precision at k on labelled pictures (method.md §8).
+
+    python -m training.attribute_search runs/demo/bundle runs/demo/pictures
+
+FOLDER holds pictures and a labels.csv with a column per attribute (`python -m training.world_data gallery FOLDER`).
+Every picture is searched by once, the rest are ranked, and the share of the first k with the same value is averaged.
+Rows are readouts, columns what "the same" means: a readout is good when its own column is high and the others are
+near chance. `--choose FILE` writes the better kind per attribute, as training takes it for that base.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dear_serve.cli import run_command
+from dear_serve.errors import DataError
+from dear_serve.labels import l2_normalize
+from dear_serve.preprocess import preprocess_bytes
+from dear_serve.readout import project, span_basis
+from dear_serve.runtime.base import Float32
+from dear_serve.runtime.predict import Predictor
+from training.phrases import PHRASES
+
+__all__ = ["chance", "main", "precision_at", "search_table"]
+
+_BATCH = 100
+
+
+def precision_at(vectors: Float32, labels: np.ndarray, *, k: int = 10) -> float:
+    """Mean share of the k nearest other pictures with the same label.
+
+    Args:
+        vectors: (n, r), L2-normalised; searched by cosine.
+        labels: (n,) of anything comparable.
+        k: from 1 to n - 1.
+    """
+    scores = vectors @ vectors.T
+    np.fill_diagonal(scores, -np.inf)
+    nearest = np.argpartition(-scores, k - 1, axis=1)[:, :k]
+    return float((labels[nearest] == labels[:, None]).mean())
+
+
+def chance(labels: np.ndarray) -> float:
+    """Precision of a random order: the share of pairs of different pictures that agree."""
+    _, counts = np.unique(labels, return_counts=True)
+    n = len(labels)
+    return float((counts * (counts - 1)).sum() / (n * (n - 1)))
+
+
+def _read(folder: Path, attributes: Sequence[str]) -> tuple[list[bytes], dict[str, np.ndarray]]:
+    """Pictures and their labels per attribute.
+
+    Raises:
+        DataError: no labels.csv, or it lacks a column.
+    """
+    file = folder / "labels.csv"
+    if not file.is_file():
+        raise DataError(
+            f"{folder} has no labels.csv; make one: python -m training.world_data gallery {folder}"
+        )
+    with file.open(encoding="utf-8", newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    known = [a for a in attributes if rows and a in rows[0]]
+    if len(rows) < 20 or not known:
+        raise DataError(f"{file} has {len(rows)} rows and the columns {list(rows[0]) if rows else []}; "
+                        f"20 rows or more and one of {', '.join(attributes)} are needed")  # fmt: skip
+    images = [(folder / row["path"]).read_bytes() for row in rows]
+    return images, {a: np.array([row[a] for row in rows]) for a in known}
+
+
+def _features(predictor: Predictor, images: Sequence[bytes]) -> tuple[Float32, Float32, Float32]:
+    """Adapted class features (n, D), attribute features (n, K, D) and frozen class features (n, D)."""
+    config, engine = predictor.bundle.manifest.preprocess, predictor.engine
+    parts: list[tuple[Float32, Float32, Float32]] = []
+    for start in range(0, len(images), _BATCH):
+        pixels = np.stack([preprocess_bytes(data, config) for data in images[start : start + _BATCH]])
+        adapted = engine.encode_image(pixels)
+        parts.append((adapted.cls, adapted.attributes, engine.encode_image_zero_shot(pixels)))
+    cls, attributes, frozen = (np.concatenate(column) for column in zip(*parts, strict=True))
+    return cls, attributes, frozen
+
+
+def search_table(predictor: Predictor, folder: Path, *, k: int = 10) -> dict[str, Any]:
+    """Precision at k of every readout.
+
+    Args:
+        predictor: of the bundle.
+        folder: pictures and labels.csv.
+        k: results looked at.
+
+    Returns:
+        "chance" and "rows", each {column attribute: precision from 0 to 1}; rows are "class", "frozen class", and per
+        attribute "token NAME" (f_k), "span NAME" (class feature on the span of the attribute's phrases), "frozen span
+        NAME" and "token span NAME" (f_k on the span).
+    """
+    names = predictor.bundle.manifest.dear.attributes
+    images, labels = _read(folder, names)
+    cls, attributes, frozen = _features(predictor, images)
+    vectors = {"class": cls, "frozen class": frozen}
+    for index, name in enumerate(names):
+        token = np.ascontiguousarray(attributes[:, index])
+        vectors[f"token {name}"] = token
+        if name in PHRASES:
+            basis = span_basis(predictor.text_features(PHRASES[name], "zero_shot"))
+            vectors[f"span {name}"] = project(cls, basis)
+            vectors[f"frozen span {name}"] = project(frozen, basis)
+            vectors[f"token span {name}"] = project(token, basis)
+    rows = {
+        name: {a: precision_at(l2_normalize(v), labels[a], k=k) for a in labels}
+        for name, v in vectors.items()
+    }
+    return {
+        "pictures": len(images),
+        "k": k,
+        "chance": {a: chance(labels[a]) for a in labels},
+        "rows": rows,
+    }
+
+
+def better_kinds(table: dict[str, Any]) -> dict[str, str]:
+    """Per attribute the stored kind ("token" or "span") with the higher precision on that attribute."""
+    kinds = {}
+    for attribute in table["chance"]:
+        token, span = (table["rows"].get(f"{kind} {attribute}") for kind in ("token", "span"))
+        kinds[attribute] = "span" if span and token and span[attribute] > token[attribute] else "token"
+    return kinds
+
+
+def _shown(table: dict[str, Any]) -> str:
+    """The table as text, in percent."""
+    columns = list(table["chance"])
+    lines = [f"{'precision at ' + str(table['k']) + ', %':<24}" + "".join(f"{c:>10}" for c in columns)]
+    for name, row in [("chance", table["chance"]), *table["rows"].items()]:
+        own = name.rsplit(" ", 1)[-1]
+        cells = [f"{100 * row[c]:.0f}{'*' if c == own else ' '}" for c in columns]
+        lines.append(f"{name:<24}" + "".join(f"{cell:>10}" for cell in cells))
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m training.attribute_search",
+        description=(__doc__ or "").split("\n\n")[0],
+        epilog="example:\n  python -m training.attribute_search runs/demo/bundle runs/demo/pictures",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("folder", type=Path, help="pictures and a labels.csv with a column per attribute")
+    parser.add_argument("--k", type=int, default=10)
+    parser.add_argument("--engine", choices=("onnx", "torch"), default="onnx")
+    parser.add_argument("--choose", type=Path, help="write the better kind per attribute to this JSON file")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    args = parser.parse_args(argv)
+
+    def run() -> int:
+        with Predictor.open(args.bundle, engine=args.engine) as predictor:
+            table = search_table(predictor, args.folder, k=args.k)
+        print(_shown(table))
+        print(json.dumps(table))
+        if args.choose:
+            args.choose.write_text(json.dumps(better_kinds(table), indent=1) + "\n", encoding="utf-8")
+        return 0
+
+    return run_command(run, debug=args.debug)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
