@@ -86,6 +86,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.add_argument("--port", type=int, default=3000)
     demo.add_argument("--no-serve", action="store_true", help="stop after the answers")
+    demo.add_argument(
+        "--quick", action="store_true", help="one seed, few epochs: see that it works, not how well"
+    )
 
     serve = add("serve", _serve, "answer over HTTP", "dear-serve serve runs/flowers --port 3000")
     serve.add_argument("bundle", type=Path)
@@ -134,7 +137,7 @@ def _engine_options(parser: argparse.ArgumentParser) -> None:
 def _demo(args: argparse.Namespace) -> int:
     from dear_serve.demo import run_demo
 
-    return run_demo(args.out, port=args.port, serve=not args.no_serve)
+    return run_demo(args.out, port=args.port, serve=not args.no_serve, quick=args.quick)
 
 
 def _serve(args: argparse.Namespace) -> int:

@@ -25,16 +25,16 @@ from dear_serve.launch import serve_command, serve_environment, server_process
 __all__ = ["Client", "run_demo", "running_server"]
 
 _READY_SECONDS = 60
-_GALLERY_PICTURES = 1000
 
 
-def run_demo(out: Path, *, port: int = 3000, serve: bool = True) -> int:
+def run_demo(out: Path, *, port: int = 3000, serve: bool = True, quick: bool = False) -> int:
     """Run every step; prints as it goes.
 
     Args:
         out: folder for pictures, bundle and gallery; steps that can be skipped on a second run are.
         port: of the server, on 127.0.0.1.
         serve: keep serving after the answers, until interrupted.
+        quick: one seed, fewer epochs and a smaller gallery: to see that everything works, not how well.
 
     Returns:
         0.
@@ -45,14 +45,13 @@ def run_demo(out: Path, *, port: int = 3000, serve: bool = True) -> int:
     out.mkdir(parents=True, exist_ok=True)
     data, pictures, bundle, gallery = (out / n for n in ("data", "pictures", "bundle", "gallery"))
     start = time.monotonic()
+    pictures_count, training = (
+        (200, ("--seeds", "1", "--epochs", "5")) if quick else (1000, ("--seeds", "1,2,3"))
+    )
+    task = ("--base", "dear-mini", "--protocol", "base-to-novel", *training, "--out", bundle)
     _step("render the task: icons in a style that dear-mini never saw", "training.world_data", "demo", data)
-    _step(
-        "render a gallery", "training.world_data", "gallery", pictures, "--count", _GALLERY_PICTURES
-    )  # fmt: skip
-    _step(
-        "adapt: 16 shots a class, half of the classes kept novel, 3 seeds",
-        "training.run", data, "--base", "dear-mini", "--protocol", "base-to-novel", "--seeds", "1,2,3", "--out", bundle,
-    )  # fmt: skip
+    _step("render a gallery", "training.world_data", "gallery", pictures, "--count", pictures_count)
+    _step("adapt: 16 shots a class, half of the classes kept novel", "training.run", data, *task)
     _step("export to ONNX and compare with torch", "export.cli", bundle)
     _step("index the gallery", "dear_serve.cli", "index", bundle, pictures, "--gallery", gallery)
     environment = serve_environment(bundle, gallery=gallery)
