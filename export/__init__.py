@@ -1,1 +1,1 @@
-"""From a bundle to graphs: ONNX, checked against torch, and TensorRT engines. Needs `pip install "dear-serve[train]"`."""
+"""From a bundle to ONNX graphs, checked against torch, and TensorRT engines. Needs `dear-serve[train,cpu]`."""

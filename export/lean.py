@@ -80,6 +80,7 @@ class LeanBlock(nn.Module):
         self.ln_1, self.ln_2, self.activation = source.ln_1, source.ln_2, source.mlp[1]
         self.attention = LeanAttention(source.attention, fused=fused)
         first, last = source.mlp[0], source.mlp[2]
+        assert isinstance(first, nn.Linear) and isinstance(last, nn.Linear)
         self.register_buffer("in_weight", first.weight.detach().t().contiguous())
         self.register_buffer("in_bias", first.bias.detach())
         self.register_buffer("out_weight", last.weight.detach().t().contiguous())

@@ -95,7 +95,7 @@ class _WeightStore:
             self.offsets[key] = self.stream.tell()
             self.stream.write(raw)
         return ir.ExternalTensor(
-            WEIGHTS_FILE, self.offsets[key], len(raw), tensor.dtype, shape=tensor.shape, name=name
+            WEIGHTS_FILE, self.offsets[key], len(raw), tensor.dtype, shape=ir.Shape(data.shape), name=name
         )
 
 
@@ -197,9 +197,11 @@ def _clean(model: ir.Model) -> None:
     graph = model.graph
     model.producer_name, model.producer_version, model.doc_string = "dear-serve", None, None
     model.metadata_props.clear()
-    for owner in (graph, *graph.all_nodes()):
-        owner.metadata_props.clear()
-        owner.doc_string = None
+    graph.metadata_props.clear()
+    graph.doc_string = None
+    for node in graph.all_nodes():
+        node.metadata_props.clear()
+        node.doc_string = None
     values = [*graph.inputs, *graph.outputs, *graph.initializers.values()]
     for value in [*values, *(output for node in graph.all_nodes() for output in node.outputs)]:
         value.metadata_props.clear()

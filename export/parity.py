@@ -1,0 +1,320 @@
+"""Exported graphs against torch: names, types, axes, and values row by row at many batch sizes and text lengths.
+
+Every mismatch is collected before the check fails, so that one run shows all that is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dear_serve.config import StrictConfig
+from dear_serve.dear.model import DearModel
+from dear_serve.errors import CheckFailedError
+from dear_serve.io_spec import DYNAMIC, GRAPHS, TensorSpec
+from dear_serve.runtime.onnx_header import TensorHeader, read_header
+from export.samples import Samples
+
+__all__ = ["BATCHES", "TOLERANCE", "GraphParity", "Mismatch", "check_graphs", "signature_mismatches"]
+
+BATCHES = (1, 2, 3, 7, 64)
+TOLERANCE = 1e-4
+"""Largest |difference| of a feature; of a logit, which is tau times as large, max(1, tau / 10) times that."""
+MIN_COSINE = 0.9999
+_SHOWN = 20
+
+Array = npt.NDArray[Any]
+Runner = Callable[[Mapping[str, Array]], list[Array]]
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """One thing that does not hold."""
+
+    graph: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.graph}: {self.message}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphParity(StrictConfig):
+    """How close one graph is to torch."""
+
+    rows: int
+    max_difference: float
+    tolerance: float
+    min_cosine: float | None = None
+    """Of feature outputs, row by row."""
+    top1_agreement: float | None = None
+    """Share of rows whose best class is torch's, or ties with it within the tolerance."""
+    batches: tuple[int, ...] = BATCHES
+    lengths: tuple[int, ...] = ()
+
+
+@dataclass
+class _Score:
+    """Running worst of one graph."""
+
+    tolerance: float
+    rows: int = 0
+    difference: float = 0.0
+    cosine: float | None = None
+    agreed: int = 0
+    ranked: int = 0
+    mismatches: list[Mismatch] = field(default_factory=list)
+
+
+def check_graphs(
+    folder: Path,
+    model: DearModel,
+    class_features: torch.Tensor,
+    samples: Samples,
+    *,
+    sizes: Mapping[str, int],
+) -> dict[str, GraphParity]:
+    """Check every graph in `folder`.
+
+    Args:
+        folder: with the files of `io_spec.GRAPHS`.
+        model: the reference, on the CPU.
+        class_features: adapted text features of the trained classes, (C, D).
+        samples: what to feed.
+        sizes: of the fixed axes, by letter (`runtime.onnx_engine.graph_sizes`).
+
+    Raises:
+        CheckFailedError: naming every mismatch: graph, output, element, both values.
+    """
+    mismatches = signature_mismatches(folder, sizes)
+    _raise(mismatches)  # values of a graph with another signature cannot be compared
+    cases = _Cases(model, class_features, samples)
+    report: dict[str, GraphParity] = {}
+    for name in GRAPHS:
+        score = _Score(tolerance=cases.tolerance(name))
+        run = _runner(folder / GRAPHS[name].file)
+        lengths: set[int] = set()
+        for case in cases.of(name):
+            lengths |= {case.length} if case.length else set()
+            try:
+                outputs = run(case.inputs)
+            except Exception as error:  # ONNX Runtime's exceptions have no common ancestor below this
+                score.mismatches.append(Mismatch(name, f"{case.label} does not run: {error}"))
+                continue
+            _compare(name, case, outputs, score)
+        mismatches += score.mismatches
+        report[name] = GraphParity(
+            rows=score.rows,
+            max_difference=score.difference,
+            tolerance=score.tolerance,
+            min_cosine=score.cosine,
+            top1_agreement=score.agreed / score.ranked if score.ranked else None,
+            lengths=tuple(sorted(lengths)),
+        )
+    _raise(mismatches)
+    return report
+
+
+def _raise(mismatches: list[Mismatch]) -> None:
+    if mismatches:
+        more = [f"and {len(mismatches) - _SHOWN} more"] if len(mismatches) > _SHOWN else []
+        lines = [str(m) for m in mismatches[:_SHOWN]] + more
+        raise CheckFailedError(
+            f"the graphs differ from torch in {len(mismatches)} places:\n  " + "\n  ".join(lines),
+            code="parity",
+        )
+
+
+# --- signatures -------------------------------------------------------------------------------------
+
+
+def signature_mismatches(folder: Path, sizes: Mapping[str, int]) -> list[Mismatch]:
+    """What is wrong with names, types and axes of the graphs' inputs and outputs."""
+    found: list[Mismatch] = []
+    for name, spec in GRAPHS.items():
+        inputs, outputs = read_header(folder / spec.file)
+        found += _tensors(name, "input", spec.inputs, inputs, sizes)
+        found += _tensors(name, "output", spec.outputs, outputs, sizes)
+    return found
+
+
+def _tensors(
+    graph: str,
+    kind: str,
+    specs: tuple[TensorSpec, ...],
+    headers: list[TensorHeader],
+    sizes: Mapping[str, int],
+) -> Iterator[Mismatch]:
+    names, expected = [h.name for h in headers], [s.name for s in specs]
+    if names != expected:
+        yield Mismatch(graph, f"{kind}s are {names}; {expected} are expected")
+        return
+    for spec, header in zip(specs, headers, strict=True):
+        if header.dtype != spec.dtype:
+            yield Mismatch(graph, f"{kind} {spec.name} is {header.dtype}; {spec.dtype} is expected")
+        shape = spec.shape(sizes)
+        if len(shape) != len(header.axes):
+            yield Mismatch(
+                graph, f"{kind} {spec.name} has axes {list(header.axes)}; {list(shape)} are expected"
+            )
+            continue
+        for i, (axis, size) in enumerate(zip(header.axes, shape, strict=True)):
+            if size in DYNAMIC and not isinstance(axis, str):
+                yield Mismatch(graph, f"{kind} {spec.name} axis {i} is frozen at {axis}; {size} is dynamic")
+            elif size not in DYNAMIC and axis != size:
+                yield Mismatch(graph, f"{kind} {spec.name} axis {i} is {axis}; {size} is expected")
+
+
+# --- values -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Case:
+    """One run of a graph and what torch says."""
+
+    label: str
+    inputs: dict[str, Array]
+    expected: tuple[Array, ...]
+    length: int = 0
+
+
+class _Cases:
+    """Torch's answers, each computed once, cut into runs."""
+
+    def __init__(self, model: DearModel, class_features: torch.Tensor, samples: Samples) -> None:
+        self._model, self._samples = model, samples
+        self._pixels = np.concatenate([samples.pixels, samples.hostile])
+        classes = class_features.numpy()
+        with torch.inference_mode():
+            rows = [model.image_features(p) for p in torch.from_numpy(self._pixels).split(16)]
+            cls, attributes = torch.cat([r[0] for r in rows]), torch.cat([r[1] for r in rows])
+            logits, _ = model.fuse(cls, attributes, class_features)
+            frozen = torch.cat([model.zero_shot_image(p) for p in torch.from_numpy(self._pixels).split(16)])
+            tokens = torch.from_numpy(samples.tokens)
+            text, frozen_text = model.text_features(tokens), model.zero_shot_text(tokens)
+        self._image = {
+            "image": (cls.numpy(), attributes.numpy()),
+            "classifier": (logits.numpy(),),
+            "zero_shot_image": (frozen.numpy(),),
+        }
+        self._text = {"text": (text.numpy(),), "zero_shot_text": (frozen_text.numpy(),)}
+        self._classes = classes
+
+    def tolerance(self, graph: str) -> float:
+        return (
+            TOLERANCE * max(1.0, self._model.fusion.tau / 10)
+            if graph in ("classifier", "fusion")
+            else TOLERANCE
+        )
+
+    def of(self, graph: str) -> Iterator[_Case]:
+        if graph in self._image:
+            return self._images(graph)
+        return self._texts(graph) if graph in self._text else self._fusions()
+
+    def _images(self, graph: str) -> Iterator[_Case]:
+        hostile = np.arange(len(self._samples.pixels), len(self._pixels))
+        runs = [(f"batch {size}", rows) for size, rows in _windows(len(self._samples.pixels))]
+        for label, rows in [*runs, ("hostile pixels", hostile)]:
+            expected = tuple(output[rows] for output in self._image[graph])
+            yield _Case(label=label, inputs={"pixels": self._pixels[rows]}, expected=expected)
+
+    def _texts(self, graph: str) -> Iterator[_Case]:
+        tokens = self._samples.tokens
+        lengths, context = tokens.argmax(1) + 1, tokens.shape[1]
+        runs = [(f"batch {size}", rows, int(lengths[rows].max())) for size, rows in _windows(len(tokens))]
+        for length in range(int(lengths.min()), context + 1):
+            fitting = np.flatnonzero(lengths <= length)[-3:]
+            runs.append((f"length {length}", fitting, length))
+        for label, rows, length in runs:
+            cut = np.ascontiguousarray(tokens[rows, :length])
+            expected = tuple(output[rows] for output in self._text[graph])
+            yield _Case(label=label, inputs={"tokens": cut}, expected=expected, length=length)
+
+    def _fusions(self) -> Iterator[_Case]:
+        cls, attributes = self._image["image"]
+        banks = [self._classes, self._classes[:1], np.concatenate([o[0] for o in self._text.values()])]
+        for size, rows in _windows(len(self._samples.pixels)):
+            for bank in banks:
+                with torch.inference_mode():
+                    arrays = (cls[rows], attributes[rows], bank)
+                    expected = self._model.fuse(*(torch.from_numpy(a) for a in arrays))
+                names = (t.name for t in GRAPHS["fusion"].inputs)
+                yield _Case(
+                    label=f"batch {size}, {len(bank)} classes",
+                    inputs=dict(zip(names, arrays, strict=True)),
+                    expected=tuple(e.numpy() for e in expected),
+                )
+
+
+def _windows(count: int) -> Iterator[tuple[int, Array]]:
+    """Batches of `BATCHES` over different rows: a frozen batch or a mix-up of rows shows."""
+    start = 0
+    for size in BATCHES:
+        yield size, (np.arange(size) + start) % count
+        start += size
+
+
+def _runner(path: Path) -> Runner:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    return lambda inputs: session.run(None, dict(inputs))
+
+
+def _compare(graph: str, case: _Case, outputs: list[Array], score: _Score) -> None:
+    """Shapes, finiteness and values of one run; what is wrong goes into `score`."""
+    score.rows += len(next(iter(case.inputs.values())))
+    for spec, expected, found in zip(GRAPHS[graph].outputs, case.expected, outputs, strict=True):
+        where = f"{spec.name} at {case.label}"
+        if found.shape != expected.shape or found.dtype != expected.dtype:
+            text = f"{where} is {found.dtype} {found.shape}; torch gives {expected.dtype} {expected.shape}"
+            score.mismatches.append(Mismatch(graph, text))
+            continue
+        difference = np.abs(found - expected)
+        difference[~np.isfinite(found)] = np.inf
+        worst = np.unravel_index(int(difference.argmax()), difference.shape)
+        score.difference = max(score.difference, float(difference[worst]))
+        if difference[worst] > score.tolerance:
+            text = (
+                f"{where}{[int(i) for i in worst]} is {float(found[worst]):.7g}; torch gives "
+                f"{float(expected[worst]):.7g}, which is {float(difference[worst]):.2g} away "
+                f"({score.tolerance:.2g} is allowed)"
+            )
+            score.mismatches.append(Mismatch(graph, text))
+        if spec.name == "logits":
+            _rank(graph, where, expected, found, score)
+        elif spec.name != "contributions":
+            _angles(graph, where, expected, found, score)
+
+
+def _angles(graph: str, where: str, expected: Array, found: Array, score: _Score) -> None:
+    """Cosine of each feature with torch's."""
+    with np.errstate(invalid="ignore"):
+        norms = np.linalg.norm(expected, axis=-1) * np.linalg.norm(found, axis=-1)
+        cosine = float(np.nan_to_num((expected * found).sum(-1) / norms, nan=-1.0).min())
+    score.cosine = cosine if score.cosine is None else min(score.cosine, cosine)
+    if cosine < MIN_COSINE:
+        score.mismatches.append(
+            Mismatch(graph, f"{where} has cosine {cosine:.6f} with torch; {MIN_COSINE} is needed")
+        )
+
+
+def _rank(graph: str, where: str, expected: Array, found: Array, score: _Score) -> None:
+    """Best class of each row; classes that torch holds equal within the tolerance are equally right."""
+    rows, best = np.arange(len(found)), found.argmax(-1)
+    behind = expected.max(-1) - expected[rows, best]
+    wrong = np.flatnonzero(~(behind <= 2 * score.tolerance))
+    score.ranked += len(rows)
+    score.agreed += len(rows) - len(wrong)
+    for row in wrong:
+        text = f"{where} row {int(row)} is best at class {int(best[row])}; torch says {int(expected[row].argmax())}"
+        score.mismatches.append(Mismatch(graph, text))
