@@ -18,7 +18,7 @@ from dear_serve.backbone.attention import Attention, Block
 from dear_serve.backbone.clip import Clip
 from dear_serve.errors import ConfigError
 from training.captions import attribute_prompts
-from training.pretrain import pixels_from
+from training.mini import pixels_from
 from training.probe import BATCH
 from training.sentences import text_features
 from training.world import World, sample_scenes

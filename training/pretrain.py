@@ -19,7 +19,6 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -32,29 +31,16 @@ from torch.utils.data import DataLoader, Dataset
 from dear_serve.backbone.clip import Clip
 from dear_serve.backbone.weights import clip_config, to_open_clip
 from dear_serve.backbone.zoo import ASSETS, load_base
-from dear_serve.config import PreprocessConfig, StrictConfig
-from dear_serve.errors import CheckFailedError, ConfigError, DearError
-from dear_serve.tokenizer import Tokenizer
-from training.captions import (
-    Captions,
-    attribute_prompts,
-    captions_of,
-    full_captions,
-    merge_equal,
-    sample_captions,
-    truth_matrix,
-)
+from dear_serve.cli import run_command
+from dear_serve.config import StrictConfig
+from dear_serve.errors import CheckFailedError, ConfigError
+from training.captions import Captions, captions_of, merge_equal, sample_captions, truth_matrix
+from training.mini import MINI, PREPROCESS, caption_recall, pixels_from, tokens_from, zero_shot_accuracy
 from training.world import SIZE, World, sample_scenes
 from training.world_vocab import ATTRIBUTES, VOCABULARY, object_names
 
-__all__ = ["MINI", "PretrainConfig", "main", "pixels_from", "truth_loss", "zero_shot_accuracy"]
+__all__ = ["PretrainConfig", "check", "main", "pretrain", "ship", "truth_loss"]
 
-PREPROCESS = PreprocessConfig(size=SIZE, mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25))
-MINI: dict[str, Any] = {
-    "embed_dim": 128,
-    "vision_cfg": {"image_size": SIZE, "patch_size": 8, "width": 192, "layers": 6, "head_width": 24},
-    "text_cfg": {"context_length": 16, "vocab_size": 49408, "width": 128, "layers": 4, "heads": 8},
-}
 _MAX_LOGIT_SCALE = math.log(100.0)
 _GROUP_WEIGHTS = (1.0, 1.0, 0.5, 0.5, 0.5, 0.5)  # random subsets, objects, the other four attributes
 
@@ -76,29 +62,6 @@ class PretrainConfig(StrictConfig):
     def objects(self) -> int | None:
         """As `training.world` takes it."""
         return self.n_objects or None
-
-
-def pixels_from(images: np.ndarray) -> Tensor:
-    """uint8 pictures (B, S, S, 3) -> float32 (B, 3, S, S), as `dear_serve.preprocess` gives for pictures of size S."""
-    scaled = torch.from_numpy(images).permute(0, 3, 1, 2).float() / 255
-    mean, std = torch.tensor(PREPROCESS.mean), torch.tensor(PREPROCESS.std)
-    return (scaled - mean[:, None, None]) / std[:, None, None]
-
-
-@lru_cache(maxsize=1)
-def _tokenizer() -> Tokenizer:
-    return Tokenizer.from_open_clip(context_length=MINI["text_cfg"]["context_length"])
-
-
-@lru_cache(maxsize=200_000)
-def _encode(text: str) -> tuple[int, ...]:
-    return tuple(_tokenizer()([text])[0].tolist())
-
-
-def tokens_from(texts: list[str]) -> Tensor:
-    """int64 (M, L), cut to the longest end-of-text."""
-    rows = np.array([_encode(t) for t in texts], dtype=np.int64)
-    return torch.from_numpy(rows[:, : int(rows.argmax(1).max()) + 1])
 
 
 class Batches(Dataset[dict[str, Any]]):
@@ -174,34 +137,6 @@ def batch_loss(clip: Clip, batch: dict[str, Any]) -> Tensor:
         )
     ]
     return torch.stack(losses).sum() / sum(_GROUP_WEIGHTS)
-
-
-@torch.no_grad()
-def zero_shot_accuracy(
-    clip: Clip, *, count: int = 1000, wording: str = "seen", n_objects: int | None = None, seed: int = 10**6
-) -> dict[str, float]:
-    """Share (0 to 1) of held-out-combination pictures whose attribute is named right, per attribute.
-
-    Args:
-        clip: the model.
-        count: pictures.
-        wording: of the prompts, "seen" in training or "unseen"; several a value, their features averaged.
-        n_objects: of the world.
-        seed: of the pictures.
-    """
-    rng = np.random.default_rng(seed)
-    scenes = sample_scenes(rng, count, split="heldout", n_objects=n_objects)
-    images = World(n_objects).render(scenes, rng)
-    chunks = range(0, count, 250)
-    features = torch.cat([clip.encode_image(pixels_from(images[i : i + 250])) for i in chunks])
-    truth, result = scenes.attributes(), {}
-    for k, attribute in enumerate(ATTRIBUTES):
-        prompts = attribute_prompts(attribute, wording=wording, n_objects=n_objects)
-        flat = clip.encode_text(tokens_from([t for row in prompts for t in row]))
-        classes = F.normalize(flat.reshape(len(prompts), -1, flat.shape[-1]).mean(1), dim=-1)
-        best = (features @ classes.t()).argmax(1).numpy()
-        result[attribute] = float((best == truth[:, k]).mean())
-    return result
 
 
 def _build(config: PretrainConfig) -> tuple[Clip, torch.optim.Optimizer]:
@@ -322,25 +257,6 @@ def ship(run: Path, *, state: str = "last.pt", to: Path = ASSETS / "dear-mini", 
     _write_json(to / "figures.json", {**about, **_figures(base.clip, config, pictures)})
 
 
-@torch.no_grad()
-def caption_recall(
-    clip: Clip, *, count: int = 1000, n_objects: int | None = None, seed: int = 10**6
-) -> float:
-    """Recall at 1: share of full captions whose own picture is the nearest among `count` held-out ones.
-
-    Pictures of which the caption is true as well count as its own.
-    """
-    rng = np.random.default_rng(seed)
-    scenes = sample_scenes(rng, count, split="heldout", n_objects=n_objects)
-    images = World(n_objects).render(scenes, rng)
-    captions = full_captions(rng, scenes)
-    chunks = range(0, count, 250)
-    pictures = torch.cat([clip.encode_image(pixels_from(images[i : i + 250])) for i in chunks])
-    texts = torch.cat([clip.encode_text(tokens_from(captions.texts[i : i + 250])) for i in chunks])
-    nearest = (texts @ pictures.t()).argmax(1).numpy()
-    return float(truth_matrix(scenes, captions)[nearest, np.arange(count)].mean())
-
-
 def _figures(clip: Clip, config: PretrainConfig, pictures: int) -> dict[str, Any]:
     """Zero-shot accuracy on held-out-combination pictures in both wordings, and recall by full caption."""
     return {
@@ -402,25 +318,22 @@ def main(argv: list[str] | None = None) -> int:
         "--ship", action="store_true", help="write the shipped files from the run's last state"
     )
     parser.add_argument("--check", action="store_true", help="verify the shipped files: hash and figures")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
-    try:
-        if args.check:
-            print(json.dumps(check(), indent=2))
-        elif args.ship:
-            ship(args.out)
-        else:
-            config = PretrainConfig(
-                steps=args.steps,
-                batch_size=args.batch_size,
-                lr=args.lr,
-                seed=args.seed,
-                n_objects=args.objects,
-            )
-            pretrain(config, args.out, every=args.every)
-    except DearError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    return run_command(lambda: _run(args), debug=args.debug)
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.check:
+        print(json.dumps(check(), indent=2))
+    elif args.ship:
+        ship(args.out)
+    else:
+        config = PretrainConfig(
+            steps=args.steps, batch_size=args.batch_size, lr=args.lr, seed=args.seed, n_objects=args.objects
+        )
+        pretrain(config, args.out, every=args.every)
     return 0
 
 

@@ -14,7 +14,7 @@ from dear_serve.backbone.clip import Clip
 from dear_serve.config import PreprocessConfig
 from dear_serve.errors import CheckFailedError, DataError, ImageError
 from dear_serve.preprocess import preprocess_bytes
-from training.pretrain import pixels_from
+from training.mini import pixels_from
 from training.textspan import Moments
 from training.world import World, sample_scenes
 

@@ -15,7 +15,8 @@ from dear_serve.backbone.zoo import load_base
 from dear_serve.errors import CheckFailedError, ConfigError
 from dear_serve.preprocess import preprocess
 from training import pretrain as module
-from training.pretrain import Batches, PretrainConfig, pixels_from, pretrain, ship, truth_loss
+from training.mini import PREPROCESS, pixels_from
+from training.pretrain import Batches, PretrainConfig, pretrain, ship, truth_loss
 
 TINY = PretrainConfig(steps=4, batch_size=8, warmup=2, n_objects=12)
 
@@ -61,7 +62,7 @@ def test_batches_depend_on_seed_and_step_alone():
 
 def test_pixels_are_what_preprocessing_gives():
     image = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
-    expected = preprocess(Image.fromarray(image), module.PREPROCESS)
+    expected = preprocess(Image.fromarray(image), PREPROCESS)
     assert np.abs(pixels_from(image[None])[0].numpy() - expected).max() <= 1e-6
 
 
