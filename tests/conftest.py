@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import replace
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -170,3 +174,28 @@ def random_adapter(manifest: Manifest) -> dict[str, npt.NDArray[np.float32]]:
 def softmax_of(weights: npt.NDArray[np.float32]) -> tuple[float, ...]:
     powers = np.exp(weights.astype(np.float64))
     return tuple((powers / powers.sum()).tolist())
+
+
+@dataclass(frozen=True)
+class Demo:
+    """What `dear-serve demo --quick --no-serve` left: a folder with runs/demo in it, and what it printed."""
+
+    folder: Path
+    output: str
+
+    @property
+    def root(self) -> Path:
+        return self.folder / "runs" / "demo"
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
+    """The whole path on dear-mini, once for all tests that look at behaviour. About a minute."""
+    folder = tmp_path_factory.mktemp("demo")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "dear_serve.cli", "demo", "--quick", "--no-serve", "--port", str(port)]
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=600)
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
+    return Demo(folder=folder, output=result.stdout)
