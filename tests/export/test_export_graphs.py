@@ -20,6 +20,7 @@ from dear_serve.dear.model import DearModel
 from dear_serve.dear.roles import Roles
 from dear_serve.errors import CheckFailedError, ConfigError
 from dear_serve.io_spec import GRAPHS
+from dear_serve.runtime import open_engine
 from export.lean import BLOCKED
 from export.pipeline import ExportReport
 from export.to_onnx import export_graphs
@@ -239,3 +240,11 @@ def test_open_masks_leave_no_constant(tiny_clip_config: ClipConfig, exported: Ex
     roles = Roles.uniform("mixed", layers=3, heads_per_layer=4, first_block=3, attributes=dear.attributes)
     module = wrap(DearModel(Clip(tiny_clip_config), roles, dear), torch.zeros(1, 24), fused=False)["image"]
     assert not [name for name, _ in module.named_buffers() if "mask_block" in name]
+
+
+def test_runtime_opens_what_was_exported(exported: Exported) -> None:
+    pixels = np.random.default_rng(3).standard_normal((4, 3, 32, 32)).astype(np.float32)
+    onnx_engine = open_engine(exported[0], engine="onnx", threads=1)
+    torch_engine = open_engine(exported[0], engine="torch")
+    np.testing.assert_allclose(onnx_engine.classify(pixels), torch_engine.classify(pixels), atol=1e-4)
+    assert onnx_engine.info.precision == "fp32"
