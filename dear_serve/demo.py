@@ -52,7 +52,7 @@ def run_demo(out: Path, *, port: int = 3000, serve: bool = True, quick: bool = F
     _step("render the task: icons in a style that dear-mini never saw", "training.world_data", "demo", data)
     _step("render a gallery", "training.world_data", "gallery", pictures, "--count", pictures_count)
     _step("adapt: 16 shots a class, half of the classes kept novel", "training.run", data, *task)
-    _step("export to ONNX and compare with torch", "export.cli", bundle)
+    _step("export to ONNX and compare with torch", "export.cli", bundle, "--images", data / "test")
     _step("index the gallery", "dear_serve.cli", "index", bundle, pictures, "--gallery", gallery)
     environment = serve_environment(bundle, gallery=gallery)
     _say(f"serve on http://127.0.0.1:{port} and ask")
