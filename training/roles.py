@@ -62,6 +62,12 @@ def _parser() -> argparse.ArgumentParser:
         help="descriptions a head at most (default: %(default)s)",
     )
     add("--rank", type=int, default=0, help="directions of a head's output kept (default: a head's width)")
+    add(
+        "--share",
+        default=RolesConfig.share,
+        choices=("variance", "count"),
+        help="what P(c) counts (default: %(default)s)",
+    )
     add("--thresholds", type=_thresholds, help="terciles (default) or LOW,HIGH in bits")
     add(
         "--sentence-encoder",
@@ -156,6 +162,7 @@ def _compute(args: argparse.Namespace) -> tuple[RoleReport, dict[str, Any]]:
         attributes=args.attributes,
         top_n=args.top_n,
         rank=args.rank,
+        share=args.share,
         thresholds=args.thresholds,
         clusters=ClusterConfig(space=args.cluster_space, min_cluster_size=args.min_cluster_size),
     )
