@@ -103,12 +103,17 @@ class Lexicon:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig(StrictConfig):
-    """HDBSCAN's parameters (ours; the paper's are not published). It draws no random numbers."""
+    """HDBSCAN's parameters; it draws no random numbers.
+
+    The paper's are not published. These (ours) were chosen on two early states of dear-mini: by profile 9 to 13 % of
+    the recorded descriptions are noise and 85 % get the concept they were written for; sizes of 3 and 4 leave 15 to 28 %
+    and get 62 to 80 % right; plain embeddings leave 40 % or more.
+    """
 
     space: str = "profile"
     """"profile" or "embedding", see the module docstring."""
-    min_cluster_size: int = 4
-    min_samples: int = 2
+    min_cluster_size: int = 6
+    min_samples: int = 1
     method: str = "eom"
     """"eom" (excess of mass) or "leaf"."""
 

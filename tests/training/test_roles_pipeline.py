@@ -61,7 +61,9 @@ def pool() -> tuple[list[str], np.ndarray]:
 
 
 def classified(**options: object) -> roles.RoleReport:
-    config = RolesConfig.from_dict({"attributes": ["color", "shape", "texture"], **options})
+    config = RolesConfig.from_dict(
+        {"attributes": ["color", "shape", "texture"], "clusters": {"min_cluster_size": 4}, **options}
+    )
     return classify(planted(), pool=pool(), encode=encode, lexicon=LEXICON, base=BASE, config=config)
 
 
