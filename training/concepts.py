@@ -106,8 +106,8 @@ class ClusterConfig(StrictConfig):
     """HDBSCAN's parameters; it draws no random numbers.
 
     The paper's are not published. These (ours) were chosen on two early states of dear-mini: by profile 9 to 13 % of
-    the recorded descriptions are noise and 85 % get the concept they were written for; sizes of 3 and 4 leave 15 to 28 %
-    and get 62 to 80 % right; plain embeddings leave 40 % or more.
+    the recorded descriptions are noise and 85 % get the concept they were written for; sizes of 3 and 4 leave 15 to
+    28 % and get 62 to 80 % right; plain embeddings leave 40 % or more.
     """
 
     space: str = "profile"
