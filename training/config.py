@@ -28,8 +28,9 @@ class Augmentation(StrictConfig):
     """
 
     views: int = 8
-    crop: tuple[float, float] = (0.5, 1.0)
-    """Smallest and largest area of a crop, as shares of the picture's."""
+    crop: tuple[float, float] = (0.85, 1.0)
+    """Smallest and largest area of a crop, as shares of the picture's. From 0.5 on, usual for photographs, half the
+    icons of the demo task are cut: base accuracy was 4 points lower there."""
     flip: bool = False
 
     def __post_init__(self) -> None:
@@ -55,7 +56,7 @@ class TrainConfig(StrictConfig):
     """Training pictures a class, 0 for all of them. Protocol "all" takes all whatever this says."""
     seeds: tuple[int, ...] = (1,)
     epochs: int = 30
-    lr: float = 1e-3
+    lr: float = 3e-3
     batch_size: int = 32
     weight_decay: float = 0.01
     """Of AdamW, on tokens and projection; the fusion weights are left out, whose decay would even alpha out (ours)."""

@@ -88,6 +88,11 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         help=f"views of a training picture, 1: no crops (default: {defaults.augmentation.views})",
     )
+    method.add_argument(
+        "--crop",
+        type=float,
+        help=f"smallest crop, a share of the area (default: {defaults.augmentation.crop[0]})",
+    )
     method.add_argument("--flip", action="store_const", const=True, help="crops may be mirrored")
     place = parser.add_argument_group("place")
     place.add_argument("--out", type=Path, help="the bundle to write (default: runs/<name of DATA>)")
@@ -116,7 +121,8 @@ def _config(args: argparse.Namespace) -> TrainConfig:
         raise ConfigError("give --template or --templates, not both", field="templates")
     given["templates"] = read_templates(args.templates) if args.templates else args.template
     given["dear"] = _without_none({"beta": args.beta, "mask": args.mask})
-    given["augmentation"] = _without_none({"views": args.views, "flip": args.flip})
+    crop = None if args.crop is None else (args.crop, 1.0)
+    given["augmentation"] = _without_none({"views": args.views, "flip": args.flip, "crop": crop})
     recipe = read_recipe(args.recipe) if args.recipe else {}
     return TrainConfig().with_options(recipe).with_options(_without_none(given))
 

@@ -80,6 +80,12 @@ def train_set(tmp_path_factory: pytest.TempPathFactory, tiny_clip_config) -> Tra
     (folder / "templates.txt").write_text("a picture of a {}\n\nthe {}\n")
     pictures = write_pictures(tmp_path_factory.mktemp("train-pictures") / "noise")
     config = TrainConfig(
-        base=base.name, epochs=3, batch_size=6, shots=4, augmentation=Augmentation(views=3), dear=DearConfig()
+        base=base.name,
+        epochs=3,
+        batch_size=6,
+        shots=4,
+        lr=1e-3,
+        augmentation=Augmentation(views=3, crop=(0.5, 1.0)),
+        dear=DearConfig(),
     )
     return TrainSet(base=base.name, pictures=pictures, config=config)

@@ -266,6 +266,7 @@ def test_a_cache_over_its_limit_is_not_used_and_that_is_said(train_set, tmp_path
     ("extra", "words"),
     [
         (["--lr", "0"], "lr is 0"),
+        (["--crop", "2"], "crop is 2"),
         (["--base", "no-such-base"], "no-such-base"),
         (["--roles", "none.json"], "none.json"),
         (["--roles", "random:x"], "random:1"),
