@@ -94,12 +94,13 @@ class Readout(StrictConfig):
 
     "token" is readout 1, the token feature f_k (D). "span" is readout 3, the class feature projected onto the
     span of `phrases`: normalised Q f_cls (r), with Q (r, D) from `readouts.safetensors`, made of zero-shot
-    text features.
+    text features, the spans of the attributes in `without` removed first (ours).
     """
 
     attribute: str
     kind: Literal["token", "span"]
     phrases: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.kind == "span" and len(self.phrases) < 2:

@@ -19,11 +19,15 @@ __all__ = ["project", "span_basis"]
 _SMALLEST = 1e-3
 
 
-def span_basis(phrase_features: npt.ArrayLike) -> npt.NDArray[np.float32]:
+def span_basis(
+    phrase_features: npt.ArrayLike, *, without: npt.ArrayLike | None = None
+) -> npt.NDArray[np.float32]:
     """Orthonormal basis Q (r, D) float32 of the centred phrase features, strongest direction first.
 
     Args:
         phrase_features: zero-shot text features of the phrases, (n, D), L2-normalised, n of 2 or more.
+        without: directions (s, D) of any length and angle, removed from the features first: the spans of
+            other attributes, for one whose own span is nearly the whole space (ours).
 
     Returns:
         The right singular vectors, r <= min(n - 1, D). Their signs are fixed (largest entry positive), so
@@ -39,7 +43,12 @@ def span_basis(phrase_features: npt.ArrayLike) -> npt.NDArray[np.float32]:
             code="bad_phrases",
             field="phrases",
         )
-    _, values, basis = np.linalg.svd(features - features.mean(axis=0), full_matrices=False)
+    features = features - features.mean(axis=0)
+    if without is not None:
+        _, strengths, axes = np.linalg.svd(np.asarray(without, dtype=np.float64), full_matrices=False)
+        axes = axes[strengths > _SMALLEST * strengths[0]]
+        features = features - features @ axes.T @ axes
+    _, values, basis = np.linalg.svd(features, full_matrices=False)
     if values[0] < 1e-6:
         raise QueryError(
             "the phrases mean the same to the model; give phrases that differ in the attribute",

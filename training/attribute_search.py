@@ -24,10 +24,10 @@ from dear_serve.cli import run_command
 from dear_serve.errors import DataError
 from dear_serve.labels import l2_normalize
 from dear_serve.preprocess import preprocess_bytes
-from dear_serve.readout import project, span_basis
+from dear_serve.readout import project
 from dear_serve.runtime.base import Float32
 from dear_serve.runtime.predict import Predictor
-from training.phrases import PHRASES
+from training.readouts import span_bases
 
 __all__ = ["chance", "main", "precision_at", "search_table"]
 
@@ -105,11 +105,12 @@ def search_table(predictor: Predictor, folder: Path, *, k: int = 10) -> dict[str
     images, labels = _read(folder, names)
     cls, attributes, frozen = _features(predictor, images)
     vectors = {"class": cls, "frozen class": frozen}
+    bases = span_bases(names, lambda texts: predictor.text_features(texts, "zero_shot"))
     for index, name in enumerate(names):
         token = np.ascontiguousarray(attributes[:, index])
         vectors[f"token {name}"] = token
-        if name in PHRASES:
-            basis = span_basis(predictor.text_features(PHRASES[name], "zero_shot"))
+        if name in bases:
+            basis = bases[name]
             vectors[f"span {name}"] = project(cls, basis)
             vectors[f"frozen span {name}"] = project(frozen, basis)
             vectors[f"token span {name}"] = project(token, basis)

@@ -17,12 +17,15 @@ from dear_serve import __version__
 from dear_serve.bundle import BaseRef, BundlePaths, BundleWriter, Manifest, save_arrays
 from dear_serve.dear.model import DearModel
 from dear_serve.errors import DearError
+from dear_serve.labels import class_features
+from dear_serve.runtime.base import Float32
 from training.cache import CachedTrunks, PlainTrunks
 from training.config import TrainConfig
 from training.data import DataSet, PictureCheck, Task, fingerprint, load_data, make_task
 from training.evaluate import ModelTowers, Scores, evaluate, spread, summary
 from training.loop import COLUMNS, Fit, TextSide
-from training.prepare import Prepared, build_model, build_readouts, prepare, resolve_device
+from training.prepare import Prepared, build_model, prepare, resolve_device
+from training.readouts import build_readouts
 from training.report import Report, render
 
 __all__ = ["Console", "Options", "Result", "run"]
@@ -251,7 +254,11 @@ def _write_bundle(
     prepared = shared.prepared
     model = build_model(prepared, first.seed)
     towers = ModelTowers(model)
-    readouts, bases = build_readouts(prepared, towers.zero_shot_text, prepared.dear.attributes)
+
+    def encode(texts: Sequence[str]) -> Float32:
+        return class_features(texts, ("{}",), towers.zero_shot_text, prepared.tokenizer)
+
+    readouts, bases = build_readouts(prepared.dear.attributes, prepared.readout_kinds, encode)
     base = prepared.base
     manifest = Manifest(
         base=BaseRef(name=base.name, sha256=base.sha256, clip=base.config),

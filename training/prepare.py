@@ -10,7 +10,6 @@ A base's folder may carry, beside the weights, files that say what suits that ba
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -24,17 +23,14 @@ from dear_serve.config import DearConfig
 from dear_serve.dear.model import DearModel, resolve
 from dear_serve.dear.roles import Roles
 from dear_serve.errors import BaseModelError, ConfigError
-from dear_serve.labels import DEFAULT_TEMPLATES, class_features, validate_templates
-from dear_serve.manifest import Readout
-from dear_serve.readout import span_basis
+from dear_serve.labels import DEFAULT_TEMPLATES, validate_templates
 from dear_serve.tokenizer import Tokenizer
 from training.config import TrainConfig
 from training.phrases import PHRASES
 
-__all__ = ["Prepared", "build_model", "build_readouts", "prepare", "resolve_device"]
+__all__ = ["Prepared", "build_model", "prepare", "resolve_device"]
 
 Float32 = npt.NDArray[np.float32]
-_EXPLAINED = 0.99  # share of the phrases' variance that a span readout keeps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,35 +182,3 @@ def build_model(prepared: Prepared, seed: int) -> DearModel:
         torch.manual_seed(seed)
         model = DearModel(prepared.base.clip, prepared.roles, prepared.dear)
     return model.to(prepared.base.clip.logit_scale.device)
-
-
-def build_readouts(
-    prepared: Prepared, encode: Any, attributes: Sequence[str]
-) -> tuple[tuple[Readout, ...], dict[str, Float32]]:
-    """How each attribute is read out for search, and the bases Q of those read by a span (method.md §8).
-
-    Q's rows are the right singular vectors of the centred frozen text features of the phrases; as many are kept as
-    explain 99 % of their variance (ours), the rest being wording.
-
-    Args:
-        prepared: gives the tokenizer and the choice of readouts.
-        encode: zero-shot text tower, tokens (B, L) to features (B, D).
-        attributes: of the model.
-    """
-    readouts, bases = [], {}
-    for attribute in attributes:
-        phrases = PHRASES.get(attribute, ())
-        if prepared.readout_kinds.get(attribute, "token") == "token" or not phrases:
-            readouts.append(Readout(attribute=attribute, kind="token"))
-            continue
-        features = class_features(phrases, ("{}",), encode, prepared.tokenizer)
-        readouts.append(Readout(attribute=attribute, kind="span", phrases=phrases))
-        bases[attribute] = _explaining(features, span_basis(features))
-    return tuple(readouts), bases
-
-
-def _explaining(features: Float32, basis: Float32) -> Float32:
-    """The first rows of `basis` (r, D) that together explain enough of the variance of `features` (n, D)."""
-    variances = (((features - features.mean(axis=0)) @ basis.T) ** 2).sum(axis=0)
-    shares = np.cumsum(variances) / variances.sum()
-    return basis[: int(np.searchsorted(shares, _EXPLAINED)) + 1]

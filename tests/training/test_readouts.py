@@ -1,0 +1,49 @@
+"""Readouts that a bundle records: spans where there are phrases and they are chosen, "object" without the others."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from training.phrases import PHRASES, REMAINDERS
+from training.readouts import build_readouts, span_bases
+
+NAMES = ("color", "shape", "texture", "object", "location", "rust")
+
+
+def encode(texts):
+    """A text tower that gives every word an independent direction."""
+    rows = []
+    for text in texts:
+        vectors = [
+            np.random.default_rng(sum(map(ord, w)) * 97 + len(w)).standard_normal(96) for w in text.split()
+        ]
+        rows.append(np.sum(vectors, axis=0))
+    rows = np.array(rows, dtype=np.float32)
+    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+
+
+def test_bases_are_narrow_and_object_is_what_the_others_leave():
+    bases = span_bases(NAMES, encode)
+    assert set(bases) == set(NAMES) - {"rust"}
+    assert all(len(bases[n]) <= len(PHRASES[n]) - 1 for n in NAMES[:3])
+    for name in set(bases) - set(REMAINDERS):
+        assert np.abs(bases["object"] @ bases[name].T).max() < 1e-4
+
+
+def test_recorded_readouts_follow_the_choice():
+    readouts, bases = build_readouts(
+        NAMES, {"color": "span", "object": "span", "rust": "span", "shape": "token"}, encode
+    )
+    assert {r.attribute: r.kind for r in readouts} == {
+        "color": "span",
+        "shape": "token",
+        "texture": "token",
+        "object": "span",
+        "location": "token",
+        "rust": "token",
+    }
+    assert set(bases) == {"color", "object"}
+    by_name = {r.attribute: r for r in readouts}
+    assert by_name["object"].without == ("color", "shape", "texture", "location")
+    assert by_name["color"].without == ()
+    assert by_name["color"].phrases == PHRASES["color"]
