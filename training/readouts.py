@@ -25,14 +25,14 @@ def span_bases(attributes: Sequence[str], encode: Callable[[Sequence[str]], Floa
     """Basis Q (r, D) of each attribute that has phrases.
 
     Args:
-        attributes: names; those without phrases are left out.
+        attributes: names; those without phrases are left out, and "object" where the other spans leave nothing.
         encode: texts to frozen text features (n, D), L2-normalised.
     """
     features = {name: encode(PHRASES[name]) for name in attributes if name in PHRASES}
     bases = {name: _explaining(f, span_basis(f)) for name, f in features.items() if name not in REMAINDERS}
     others = np.concatenate(list(bases.values())) if bases else None
     for name, f in features.items():
-        if name in REMAINDERS:
+        if name in REMAINDERS and (others is None or np.linalg.matrix_rank(others) < others.shape[1]):
             bases[name] = _explaining(f, span_basis(f, without=others))
     return bases
 

@@ -47,3 +47,12 @@ def test_recorded_readouts_follow_the_choice():
     assert by_name["object"].without == ("color", "shape", "texture", "location")
     assert by_name["color"].without == ()
     assert by_name["color"].phrases == PHRASES["color"]
+
+
+def test_a_space_that_the_others_fill_leaves_object_to_its_token():
+    def narrow(texts):
+        return encode(texts)[:, :24]
+
+    assert set(span_bases(NAMES, narrow)) == {"color", "shape", "texture", "location"}
+    readouts, _ = build_readouts(NAMES, dict.fromkeys(NAMES, "span"), narrow)
+    assert {r.attribute: r.kind for r in readouts}["object"] == "token"

@@ -59,7 +59,7 @@ def test_the_bundle(trained, train_set):
     assert (manifest.dear.first_block, manifest.dear.text_first_block) == (3, 3)
     assert bundle.roles().experts("color") == [(3, 0)]
     assert {r.attribute: r.kind for r in manifest.readouts} == {
-        "color": "span", "shape": "span", "texture": "span", "object": "span", "location": "span",
+        "color": "span", "shape": "span", "texture": "span", "object": "token", "location": "span",
     }  # fmt: skip
     for basis in bundle.basis().values():
         assert np.abs(basis @ basis.T - np.eye(len(basis))).max() < 1e-5
