@@ -156,7 +156,7 @@ def test_attribute_search_table(demo, capsys):
     kinds = json.loads((demo.folder / "kinds.json").read_text())
     assert set(kinds) == {"color", "shape", "texture", "object", "location"}
     assert attribute_search.main([str(demo.root / "bundle"), str(demo.root / "data" / "train")]) == 2
-    assert "columns" in capsys.readouterr().err
+    assert "labels.csv" in capsys.readouterr().err
 
 
 def test_pictures_as_people_have_them(demo, predictor, tmp_path):

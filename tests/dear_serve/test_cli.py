@@ -152,31 +152,33 @@ def test_serve_command_checks_address_and_port():
         serve_command(host="nowhere", port=3000)
 
 
-def test_a_server_has_its_own_folder_and_is_stopped_with_its_children():
-    """The child starts a child of its own and ignores SIGTERM in neither; both must be gone afterwards."""
+def test_a_server_has_its_own_folder_and_is_stopped_with_its_children(tmp_path):
+    """The process starts a child of its own; both must be gone afterwards, and so must the folder."""
+    note = tmp_path / "note"
     code = (
-        "import os, subprocess, sys, time\n"
+        "import os, pathlib, subprocess, sys, time\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
-        "print(child.pid, os.environ['BENTOML_HOME'], flush=True)\n"
+        f"note = pathlib.Path({str(note)!r})\n"
+        "note.with_suffix('.part').write_text(f'{child.pid} ' + os.environ['BENTOML_HOME'])\n"
+        "note.with_suffix('.part').rename(note)\n"
         "time.sleep(600)\n"
     )
-    read, write = os.pipe()
-    script = [sys.executable, "-c", f"import os; os.dup2({write}, 1)\n{code}"]
-    os.set_inheritable(write, True)
-    real = subprocess.Popen
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(subprocess, "Popen", lambda *a, **k: real(*a, **k, close_fds=False))
-        with server_process(script, dict(os.environ)) as process:
-            os.close(write)
-            child, home = os.read(read, 1000).decode().split()
-            assert Path(home).is_dir()
-    os.close(read)
+    with server_process([sys.executable, "-c", code], dict(os.environ)) as process:
+        assert wait_for(note.exists)
+        child, home = note.read_text().split()
+        assert running(child)
+        assert Path(home).is_dir()
     assert process.returncode == -signal.SIGTERM
     assert not Path(home).exists()
-    deadline = time.monotonic() + 10
-    while running(child) and time.monotonic() < deadline:
+    assert wait_for(lambda: not running(child))
+
+
+def wait_for(condition) -> bool:
+    """Whether `condition` comes true within 30 s."""
+    deadline = time.monotonic() + 30
+    while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not running(child)
+    return condition()
 
 
 def running(pid: str) -> bool:
