@@ -14,9 +14,10 @@ import numpy as np
 from tqdm import tqdm
 
 from dear_serve import __version__
+from dear_serve.command import run_command
 from dear_serve.errors import DataError, DearError, ImageError, InputError, QueryError
 
-__all__ = ["main", "run_command"]
+__all__ = ["main"]
 
 _EXAMPLES = """examples:
   dear-serve demo --no-serve
@@ -33,25 +34,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     args = _parser().parse_args(argv)
     return run_command(lambda: int(args.run(args)), debug=args.debug)
-
-
-def run_command(command: Callable[[], int], *, debug: bool) -> int:
-    """Run `command`; errors of the project's tree become one line on stderr and their exit status.
-
-    Args:
-        command: returns an exit code.
-        debug: let the traceback through.
-    """
-    try:
-        return command()
-    except DearError as error:
-        if debug:
-            raise
-        print(f"error: {error.message}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return 130
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dear_serve.errors import DearError, MissingDependencyError
+from dear_serve.command import run_command
+from dear_serve.errors import MissingDependencyError
 
 if TYPE_CHECKING:
     from export.pipeline import ExportReport
@@ -25,31 +26,12 @@ _EXAMPLES = """examples:
 exit codes: 0 done, 1 a check failed, 2 bad usage or input, 3 an optional part is missing
 If anything fails, the graphs that were there stay."""
 _NEEDED = ("torch", "onnx", "onnxscript", "onnxruntime")
-_INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     arguments = _parser().parse_args(argv)
-    try:
-        _run(arguments)
-    except DearError as error:
-        if arguments.debug:
-            raise
-        print(f"dear-export: {error.message}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("dear-export: interrupted; the bundle is as it was", file=sys.stderr)
-        return _INTERRUPTED
-    except Exception as error:
-        if arguments.debug:
-            raise
-        print(
-            f"dear-export: {type(error).__name__}: {error}; the bundle is as it was (--debug shows where)",
-            file=sys.stderr,
-        )
-        return 1
-    return 0
+    return run_command(lambda: _run(arguments), debug=arguments.debug)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -16,8 +16,9 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("dear_serve", "training", "export", "service")
 # Lowest first; a module imports only from its own place or from before it.
 ORDER = (
-    ("errors",), ("config",), ("io_spec",), ("preprocess",), ("tokenizer",), ("backbone",), ("dear",), ("labels",),
-    ("readout",), ("atomic", "manifest", "bundle"), ("runtime",), ("gallery",), ("launch", "doctor", "demo"), ("cli",),
+    ("errors",), ("command",), ("config",), ("io_spec",), ("preprocess",), ("tokenizer",), ("backbone",), ("dear",),
+    ("labels",), ("readout",), ("atomic", "manifest", "bundle"), ("runtime",), ("gallery",),
+    ("launch", "doctor", "demo"), ("cli",),
 )  # fmt: skip
 HEAVY = ("torch", "torchvision", "open_clip")
 TORCH_FREE = (

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from dear_serve.cli import run_command
+from dear_serve.command import run_command
 from dear_serve.errors import DataError
 from dear_serve.labels import l2_normalize
 from dear_serve.preprocess import preprocess_bytes

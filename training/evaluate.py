@@ -6,7 +6,6 @@ python -m training.evaluate BUNDLE DATA [--engine torch|onnx] [--protocol few-sh
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +16,9 @@ import numpy.typing as npt
 import torch
 
 from dear_serve.bundle import Bundle
+from dear_serve.command import run_command
 from dear_serve.config import PreprocessConfig
 from dear_serve.dear.model import DearModel
-from dear_serve.errors import DearError
 from dear_serve.labels import class_features, fused_logits, softmax, zero_shot_logits
 from dear_serve.preprocess import preprocess_bytes
 from dear_serve.runtime import Engine, open_engine
@@ -284,14 +283,7 @@ def _run(args: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; the exit status."""
     args = _parser().parse_args(argv)
-    try:
-        _run(args)
-    except DearError as error:
-        if args.debug:
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    return run_command(lambda: _run(args), debug=args.debug)
 
 
 if __name__ == "__main__":

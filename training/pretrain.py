@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, Dataset
 from dear_serve.backbone.clip import Clip
 from dear_serve.backbone.weights import clip_config, to_open_clip
 from dear_serve.backbone.zoo import ASSETS, load_base
-from dear_serve.cli import run_command
+from dear_serve.command import run_command
 from dear_serve.config import StrictConfig
 from dear_serve.errors import CheckFailedError, ConfigError
 from training.captions import Captions, captions_of, merge_equal, sample_captions, truth_matrix

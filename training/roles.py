@@ -23,9 +23,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dear_serve.backbone.zoo import Base, load_base
+from dear_serve.command import run_command
 from dear_serve.config import DearConfig, default_first_block
 from dear_serve.dear.roles import Roles
-from dear_serve.errors import ConfigError, DearError
+from dear_serve.errors import ConfigError
 from training.concepts import LEXICON, ClusterConfig, Lexicon
 from training.descriptions import general_descriptions, load_descriptions, unique, world_descriptions
 from training.probe import folder_pictures, head_outputs, world_pictures
@@ -235,17 +236,16 @@ def _write(out: Path, report: RoleReport, facts: dict[str, Any]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code: 0, 1 failed check, 2 bad usage or input, 3 a missing optional part."""
     args = _parser().parse_args(argv)
+    return run_command(lambda: _run(args), debug=args.debug)
+
+
+def _run(args: argparse.Namespace) -> None:
     threads = torch.get_num_threads()
     try:
         _check(args)
         torch.set_num_threads(args.threads)
         report, facts = _compute(args)
         _write(args.out, report, facts)
-    except (DearError, OSError) as error:
-        if args.debug:
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code if isinstance(error, DearError) else 2
     finally:
         torch.set_num_threads(threads)
     print(table(report.roles))
@@ -261,7 +261,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(
         f"wrote {args.out}, {args.out.with_suffix('.report.json').name}, {args.out.with_suffix('.png').name}"
     )
-    return 0
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ from typing import Any, TypeVar, get_args
 
 from tqdm import tqdm
 
-from dear_serve.errors import ConfigError, DearError
+from dear_serve.command import run_command
+from dear_serve.errors import ConfigError
 from training.config import Protocol, TrainConfig, read_recipe
 from training.evaluate import table
 from training.experiment import Options, run
@@ -236,19 +237,7 @@ def _main(args: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; the exit status."""
     args = _parser().parse_args(argv)
-    try:
-        _main(args)
-    except DearError as error:
-        if args.debug:
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
-        if args.debug:
-            raise
-        print(f"error: {error.filename or 'a file'} cannot be used: {error.strerror}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command(lambda: _main(args), debug=args.debug)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +19,8 @@ import numpy as np
 from PIL import Image
 
 from dear_serve.atomic import FolderWriter
-from dear_serve.errors import ConfigError, DataError, DearError
+from dear_serve.command import run_command
+from dear_serve.errors import ConfigError, DataError
 from training.world import SPLITS, STYLES, Scenes, World, sample_scenes
 from training.world_vocab import ATTRIBUTES, CORE_OBJECTS, OBJECTS, VOCABULARY
 
@@ -214,20 +214,11 @@ def _run(arguments: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; the exit status (0 done, 2 bad usage or input, 3 the icon font is missing)."""
     arguments = _parser().parse_args(argv)
-    try:
-        count = _run(arguments)
-    except DearError as error:
-        if arguments.debug:
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
-        if arguments.debug:
-            raise
-        print(f"error: cannot write {arguments.out}: {error}", file=sys.stderr)
-        return 2
-    print(f"{count} pictures in {arguments.out}")
-    return 0
+
+    def run() -> None:
+        print(f"{_run(arguments)} pictures in {arguments.out}")
+
+    return run_command(run, debug=arguments.debug)
 
 
 if __name__ == "__main__":

@@ -17,11 +17,8 @@ from dear_serve.errors import BaseModelError
 __all__ = ["clip_config", "convert", "load_weights", "to_open_clip", "weights_sha256"]
 
 # Options of open_clip's configurations that change the computation, with the one value that our towers compute.
-_VISION_ONLY: dict[str, Any] = {
-    "attentional_pool": False,
-    "pos_embed_type": "learnable",
+_BLOCKS_ONLY: dict[str, Any] = {
     "final_ln_after_pool": False,
-    "pool_type": "tok",
     "act_kwargs": None,
     "norm_kwargs": None,
     "block_type": None,
@@ -31,28 +28,25 @@ _VISION_ONLY: dict[str, Any] = {
     "scale_attn_inner": False,
     "scale_attn": False,
     "scale_fc": False,
+}
+_VISION_ONLY: dict[str, Any] = {
+    **_BLOCKS_ONLY,
+    "attentional_pool": False,
+    "pos_embed_type": "learnable",
+    "pool_type": "tok",
     "timm_model_name": None,
 }
 _TEXT_ONLY: dict[str, Any] = {
+    **_BLOCKS_ONLY,
     "hf_model_name": None,
     "hf_tokenizer_name": None,
     "tokenizer_mode": None,
     "tokenizer_kwargs": None,
     "embed_cls": False,
     "no_causal_mask": False,
-    "final_ln_after_pool": False,
     "pool_type": "argmax",
     "proj_bias": False,
     "proj_type": "linear",
-    "act_kwargs": None,
-    "norm_kwargs": None,
-    "block_type": None,
-    "qk_norm": False,
-    "scaled_cosine_attn": False,
-    "scale_heads": False,
-    "scale_attn_inner": False,
-    "scale_attn": False,
-    "scale_fc": False,
 }
 _VISION_SHAPE = {
     "image_size",

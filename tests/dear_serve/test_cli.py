@@ -109,14 +109,6 @@ def test_debug_lets_the_traceback_through(tmp_path):
     assert cli.main(["serve", str(tmp_path)]) == 2
 
 
-def test_ctrl_c_is_not_a_traceback(capsys):
-    def interrupted() -> int:
-        raise KeyboardInterrupt
-
-    assert cli.run_command(interrupted, debug=False) == 130
-    assert capsys.readouterr().err == "stopped\n"
-
-
 def test_usage_errors_exit_2():
     for arguments in ([], ["nonsense"], ["search", "B", "--gallery", "G"]):
         with pytest.raises(SystemExit) as error:

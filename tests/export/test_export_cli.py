@@ -64,9 +64,9 @@ def test_changed_file_is_exit_2(copy: Path, capsys) -> None:
     ("error", "code", "message"),
     [
         (CheckFailedError("image: cls differs"), 1, "image: cls differs"),
-        (KeyboardInterrupt(), 130, "the bundle is as it was"),
+        (KeyboardInterrupt(), 130, "interrupted"),
         (OSError(errno.ENOSPC, "No space left on device"), 2, "No space left on device"),
-        (RuntimeError("tracing"), 1, "RuntimeError: tracing; the bundle is as it was"),
+        (RuntimeError("tracing"), 1, "RuntimeError: tracing (--debug shows where)"),
     ],
 )
 def test_failure_halfway_leaves_the_old_graphs(copy: Path, monkeypatch, capsys, error, code, message) -> None:

@@ -117,7 +117,7 @@ def test_missing_font_exits_3(
 def test_unwritable_place_exits_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("x")
     assert main(["gallery", str(tmp_path / "file" / "out"), "--count", "2"]) == 2
-    assert "cannot write" in capsys.readouterr().err
+    assert "file cannot be used" in capsys.readouterr().err
 
 
 def test_debug_shows_the_error(tmp_path: Path) -> None:
