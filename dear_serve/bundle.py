@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save
 
 from dear_serve import __version__
 from dear_serve.atomic import FolderWriter, recover_folder
@@ -66,8 +66,8 @@ def sha256_file(path: Path) -> str:
 
 
 def save_arrays(path: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-    """Write a safetensors file; arrays are made contiguous first."""
-    save_file({name: np.ascontiguousarray(a) for name, a in arrays.items()}, path)
+    """Write a safetensors file with the permissions of any other (safetensors' own writer gives the owner's alone)."""
+    path.write_bytes(save({name: np.ascontiguousarray(a) for name, a in arrays.items()}))
 
 
 def load_arrays(path: Path) -> Arrays:

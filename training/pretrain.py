@@ -240,14 +240,14 @@ def ship(run: Path, *, state: str = "last.pt", to: Path = ASSETS / "dear-mini", 
     Raises:
         ConfigError: there is no such state.
     """
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     if not (run / state).exists():
         raise ConfigError(f"{run / state} does not exist; pretrain first", field="out")
     saved = torch.load(run / state, weights_only=True)
     to.mkdir(parents=True, exist_ok=True)
     tensors = {k: v.half().contiguous() for k, v in to_open_clip(saved["model"]).items()}
-    save_file(tensors, str(to / "open_clip_model.safetensors"), metadata={"format": "pt"})
+    (to / "open_clip_model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
     preprocess = {"size": SIZE, "mode": "RGB", "mean": list(PREPROCESS.mean), "std": list(PREPROCESS.std)}
     preprocess |= {"interpolation": "bicubic", "resize_mode": "shortest", "fill_color": 0}
     _write_json(to / "open_clip_config.json", {"model_cfg": MINI, "preprocess_cfg": preprocess})

@@ -240,3 +240,10 @@ def test_paths_are_those_of_the_design():
         "b/onnx/export.json",
         "b/trt",
     ]
+
+
+def test_files_are_as_readable_as_any_other(tmp_path):
+    """A server often runs as another user than the one who trained."""
+    (tmp_path / "plain").write_bytes(b"")
+    save_arrays(tmp_path / "arrays", {"a": np.zeros(3, dtype=np.float32)})
+    assert (tmp_path / "arrays").stat().st_mode == (tmp_path / "plain").stat().st_mode
