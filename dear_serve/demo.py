@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from dear_serve.bundle import Bundle
 from dear_serve.errors import CheckFailedError, DearError
 from dear_serve.launch import serve_command, serve_environment, server_process
 
@@ -43,7 +44,7 @@ def run_demo(out: Path, *, port: int = 3000, serve: bool = True, quick: bool = F
         CheckFailedError: a step ended with an error; its own message stands above.
     """
     out.mkdir(parents=True, exist_ok=True)
-    data, pictures, bundle, gallery = (out / n for n in ("data", "pictures", "bundle", "gallery"))
+    data, pictures, bundle = out / "data", out / "pictures", out / "bundle"
     start = time.monotonic()
     pictures_count, training = (
         (200, ("--seeds", "1", "--epochs", "5")) if quick else (1000, ("--seeds", "1,2,3"))
@@ -53,6 +54,7 @@ def run_demo(out: Path, *, port: int = 3000, serve: bool = True, quick: bool = F
     _step("render a gallery", "training.world_data", "gallery", pictures, "--count", pictures_count)
     _step("adapt: 16 shots a class, half of the classes kept novel", "training.run", data, *task)
     _step("export to ONNX and compare with torch", "export.cli", bundle, "--images", data / "test")
+    gallery = out / f"gallery-{Bundle.open(bundle).sha256[:8]}"  # another bundle's gallery would be refused
     _step("index the gallery", "dear_serve.cli", "index", bundle, pictures, "--gallery", gallery)
     environment = serve_environment(bundle, gallery=gallery)
     _say(f"serve on http://127.0.0.1:{port} and ask")

@@ -26,6 +26,11 @@ def truth(demo) -> dict[str, dict[str, str]]:
         return {row["path"]: row for row in csv.DictReader(file)}
 
 
+def opened_gallery(demo) -> Gallery:
+    (folder,) = demo.root.glob("gallery-*")
+    return Gallery.open(folder)
+
+
 def test_the_demo_answers_every_question(demo):
     for line in (
         "classify a picture",
@@ -86,7 +91,7 @@ def test_contributions_sum_to_logits(demo, predictor):
 
 def test_search_by_color_finds_that_color(demo, predictor):
     rows = truth(demo)
-    gallery = Gallery.open(demo.root / "gallery")
+    gallery = opened_gallery(demo)
     hits = {"color": [], "class": []}
     for name in list(rows)[:25]:
         vectors = {k: v[0] for k, v in gallery.vectors([name]).items()}
@@ -101,7 +106,7 @@ def test_search_by_color_finds_that_color(demo, predictor):
 def test_an_attribute_of_ones_own_needs_no_training(demo, predictor):
     """Warm against cold colors, from phrases alone, on stored class vectors."""
     rows = truth(demo)
-    gallery = Gallery.open(demo.root / "gallery")
+    gallery = opened_gallery(demo)
     phrases = ["something red", "something orange", "something blue", "something green"]
     wanted = [{"name": "warmth", "phrases": phrases, "weight": 1.0}]
     request = parse_attributes(wanted, tuple(gallery.spec.columns))

@@ -165,10 +165,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     def run() -> int:
         with Predictor.open(args.bundle, engine=args.engine) as predictor:
             table = search_table(predictor, args.folder, k=args.k)
-        print(_shown(table))
-        print(json.dumps(table))
         if args.choose:
             args.choose.write_text(json.dumps(better_kinds(table), indent=1) + "\n", encoding="utf-8")
+        print(_shown(table))
+        print(json.dumps(table))
         return 0
 
     return run_command(run, debug=args.debug)

@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Attention", "Block", "LayerScale", "QuickGELU"]
+from dear_serve.config import TextConfig, VisionConfig
+
+__all__ = ["Attention", "Block", "LayerScale", "QuickGELU", "make_blocks"]
 
 
 class QuickGELU(nn.Module):
@@ -112,3 +114,17 @@ class Block(nn.Module):
         x = x + self.ls_1(self.attention(self.ln_1(x), mask))
         out: Tensor = x + self.ls_2(self.mlp(self.ln_2(x)))
         return out
+
+
+def make_blocks(config: VisionConfig | TextConfig, *, quick_gelu: bool) -> nn.ModuleList:
+    """The blocks of a tower."""
+    return nn.ModuleList(
+        Block(
+            width=config.width,
+            heads=config.heads,
+            mlp_width=config.mlp_width,
+            quick_gelu=quick_gelu,
+            layer_scale=config.layer_scale,
+        )
+        for _ in range(config.layers)
+    )

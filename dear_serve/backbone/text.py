@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dear_serve.backbone.attention import Block
+from dear_serve.backbone.attention import make_blocks
 from dear_serve.config import TextConfig
 
 __all__ = ["MAX_EXTRA_TOKENS", "TextTower", "end_of_text"]
@@ -39,16 +39,7 @@ class TextTower(nn.Module):
         d = config.width
         self.token_embedding = nn.Embedding(config.vocab_size, d)
         self.positional_embedding = nn.Parameter(0.01 * torch.randn(config.context_length, d))
-        self.blocks = nn.ModuleList(
-            Block(
-                width=d,
-                heads=config.heads,
-                mlp_width=config.mlp_width,
-                quick_gelu=quick_gelu,
-                layer_scale=config.layer_scale,
-            )
-            for _ in range(config.layers)
-        )
+        self.blocks = make_blocks(config, quick_gelu=quick_gelu)
         self.ln_final = nn.LayerNorm(d)
         self.projection = nn.Parameter(d**-0.5 * torch.randn(d, embed_dim))
         room = config.context_length + MAX_EXTRA_TOKENS

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dear_serve.backbone.attention import Block
+from dear_serve.backbone.attention import Block, make_blocks
 from dear_serve.config import VisionConfig
 
 __all__ = ["Contributions", "VisionTower"]
@@ -57,16 +57,7 @@ class VisionTower(nn.Module):
         self.class_embedding = nn.Parameter(d**-0.5 * torch.randn(d))
         self.positional_embedding = nn.Parameter(d**-0.5 * torch.randn(config.patches + 1, d))
         self.ln_pre = nn.LayerNorm(d) if config.ln_pre else nn.Identity()
-        self.blocks = nn.ModuleList(
-            Block(
-                width=d,
-                heads=config.heads,
-                mlp_width=config.mlp_width,
-                quick_gelu=quick_gelu,
-                layer_scale=config.layer_scale,
-            )
-            for _ in range(config.layers)
-        )
+        self.blocks = make_blocks(config, quick_gelu=quick_gelu)
         self.ln_post = nn.LayerNorm(d)
         self.proj = nn.Parameter(d**-0.5 * torch.randn(d, embed_dim))
 
