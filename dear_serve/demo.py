@@ -58,7 +58,7 @@ def run_demo(out: Path, *, port: int = 3000, serve: bool = True, quick: bool = F
     _step("index the gallery", "dear_serve.cli", "index", bundle, pictures, "--gallery", gallery)
     environment = serve_environment(bundle, gallery=gallery)
     _say(f"serve on http://127.0.0.1:{port} and ask")
-    with running_server(environment, port=port) as client:
+    with running_server(environment, port=port, log=out / "server.log") as client:
         _ask(client, data, pictures)
         print(f"\nthe whole path took {time.monotonic() - start:.0f} s")
         if serve:
@@ -120,12 +120,13 @@ class Client:
 
 
 @contextmanager
-def running_server(environment: Mapping[str, str], *, port: int) -> Iterator[Client]:
+def running_server(environment: Mapping[str, str], *, port: int, log: Path) -> Iterator[Client]:
     """A server process that is ready, stopped on leaving.
 
     Args:
         environment: from `launch.serve_environment`.
         port: on 127.0.0.1.
+        log: file that gets what the server prints.
 
     Raises:
         CheckFailedError: the port is taken, or the server is not ready in time or ends before.
@@ -134,13 +135,13 @@ def running_server(environment: Mapping[str, str], *, port: int) -> Iterator[Cli
     if _ready(client) is not None:
         raise CheckFailedError(f"something answers on port {port} already; choose another with --port")
     command = serve_command(host="127.0.0.1", port=port)
-    with server_process(command, environment) as process:
+    with server_process(command, environment, log=log) as process:
         deadline = time.monotonic() + _READY_SECONDS
         while _ready(client) != 200:
             if process.poll() is not None:
-                raise CheckFailedError(f"the server ended with exit code {process.returncode}")
+                raise CheckFailedError(f"the server ended with exit code {process.returncode}; see {log}")
             if time.monotonic() > deadline:
-                raise CheckFailedError(f"the server was not ready after {_READY_SECONDS} s")
+                raise CheckFailedError(f"the server was not ready after {_READY_SECONDS} s; see {log}")
             time.sleep(0.1)
         yield client
 
@@ -160,17 +161,22 @@ def _encoded(path: Path) -> str:
 def _ask(client: Client, data: Path, pictures: Path) -> None:
     """Five questions, their answers printed."""
     classes = sorted(p.name for p in (data / "test").iterdir() if p.is_dir())
-    known, novel = classes[0], classes[-1]
-    for title, name, labels in (
-        ("classify a picture", known, None),
-        ("classify a picture with labels the adapter never saw", novel, classes[len(classes) // 2 :]),
+    half = len(classes) // 2
+    for title, names, labels in (
+        ("classify three pictures", classes[:3], None),
+        ("classify with labels the adapter never saw", classes[-1:], classes[half:]),
     ):
-        picture = sorted((data / "test" / name).iterdir())[0]
-        _question(f"{title} ({picture.parent.name}/{picture.name})")
-        for mode in ("zero_shot", "adapted"):
-            body: dict[str, Any] = {"images": [_encoded(picture)], "mode": mode, "top_k": 3}
-            answer = client.post("/classify", body if labels is None else {**body, "labels": labels})
-            _print_predictions(mode, answer["results"][0]["predictions"])
+        paths = [sorted((data / "test" / name).iterdir())[0] for name in names]
+        _question(title)
+        body: dict[str, Any] = {"images": [_encoded(p) for p in paths], "top_k": 3}
+        body |= {} if labels is None else {"labels": labels}
+        answers = {
+            mode: client.post("/classify", {**body, "mode": mode}) for mode in ("zero_shot", "adapted")
+        }
+        for index, path in enumerate(paths):
+            print(f"   {path.parent.name}/{path.name}")
+            for mode, answer in answers.items():
+                _print_predictions(mode, answer["results"][index]["predictions"])
     rows = _labels(pictures)
     sample = next(iter(rows))
     print(f"\nthe gallery's picture {sample}: {_words(rows[sample])}")
@@ -204,10 +210,10 @@ def _question(text: str) -> None:
 
 def _print_predictions(mode: str, predictions: list[dict[str, Any]]) -> None:
     shown = ", ".join(f"{p['label']} {100 * p['probability']:.0f} %" for p in predictions)
-    print(f"   {mode:<10} {shown}")
+    print(f"      {mode:<10} {shown}")
     if mode == "adapted":
         parts = ", ".join(f"{k} {v:+.1f}" for k, v in predictions[0]["contributions"].items())
-        print(f"   {'':<10} why {predictions[0]['label']}: {parts}")
+        print(f"      {'':<10} why {predictions[0]['label']}: {parts}")
 
 
 def _print_hits(answer: dict[str, Any], rows: Mapping[str, Mapping[str, str]]) -> None:

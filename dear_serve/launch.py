@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import signal
@@ -9,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -64,17 +64,32 @@ def serve_environment(
     return {**os.environ, **settings}
 
 
-@contextmanager
+@contextlib.contextmanager
 def server_process(
-    command: Sequence[str], environment: Mapping[str, str]
+    command: Sequence[str], environment: Mapping[str, str], *, log: Path | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A server process in a group of its own, stopped on leaving.
 
     BentoML keeps its working files in a folder that only this server uses: a second one with the same folder would
     delete the first one's metrics.
+
+    Args:
+        command: from `serve_command`.
+        environment: from `serve_environment`.
+        log: file that gets what the server prints; default: where this process prints.
     """
-    with tempfile.TemporaryDirectory(prefix="dear-serve-", ignore_cleanup_errors=True) as home:
-        process = subprocess.Popen(command, env={**environment, "BENTOML_HOME": home}, start_new_session=True)
+    with contextlib.ExitStack() as stack:
+        home = stack.enter_context(
+            tempfile.TemporaryDirectory(prefix="dear-serve-", ignore_cleanup_errors=True)
+        )
+        output = stack.enter_context(log.open("wb")) if log else None
+        process = subprocess.Popen(
+            command,
+            env={**environment, "BENTOML_HOME": home},
+            start_new_session=True,
+            stdout=output,
+            stderr=subprocess.STDOUT if output else None,
+        )
         try:
             yield process
         finally:

@@ -33,7 +33,7 @@ def opened_gallery(demo) -> Gallery:
 
 def test_the_demo_answers_every_question(demo):
     for line in (
-        "classify a picture",
+        "classify three pictures",
         "labels the adapter never saw",
         "search for the same color",
         "search for the same shape",

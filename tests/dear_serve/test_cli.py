@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -154,8 +155,12 @@ def test_a_server_has_its_own_folder_and_is_stopped_with_its_children(tmp_path):
         "note.with_suffix('.part').rename(note)\n"
         "time.sleep(600)\n"
     )
-    with server_process([sys.executable, "-c", code], dict(os.environ)) as process:
+    log = tmp_path / "log"
+    with server_process(
+        [sys.executable, "-c", "print('up', flush=True)\n" + code], dict(os.environ), log=log
+    ) as process:
         assert wait_for(note.exists)
+        assert log.read_text() == "up\n"
         child, home = note.read_text().split()
         assert running(child)
         assert Path(home).is_dir()
@@ -229,3 +234,26 @@ def test_demo_stops_at_a_failed_step(tmp_path, monkeypatch, capsys):
         demo.run_demo(tmp_path / "demo")
     assert len(ran) == 1
     assert "training.world_data demo" in capsys.readouterr().out
+
+
+def test_a_server_that_ends_or_a_port_that_is_taken(tmp_path, monkeypatch):
+    from dear_serve import demo
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ending = [sys.executable, "-c", "print('no bundle'); raise SystemExit(3)"]
+    monkeypatch.setattr(demo, "serve_command", lambda **_: ending)
+    log = tmp_path / "server.log"
+    with (
+        pytest.raises(CheckFailedError, match=r"ended with exit code 3; see .*server\.log"),
+        demo.running_server(dict(os.environ), port=port, log=log),
+    ):
+        pass
+    assert log.read_text() == "no bundle\n"
+    monkeypatch.setattr(demo, "_ready", lambda client: 404)
+    with (
+        pytest.raises(CheckFailedError, match=f"port {port} already"),
+        demo.running_server(dict(os.environ), port=port, log=log),
+    ):
+        pass
