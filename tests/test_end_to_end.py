@@ -138,6 +138,23 @@ def test_onnx_equals_torch_on_real_pictures(demo, predictor):
     assert np.abs(a.attributes - b.attributes).max() <= 1e-4
 
 
+def test_every_batch_from_1_to_64(predictor):
+    """No batch size gives NaN or other numbers: pictures alone, in every company, on all image graphs."""
+    pixels = np.random.default_rng(0).standard_normal((64, 3, 64, 64)).astype(np.float32)
+    engine = predictor.engine
+    whole, frozen, logits = (
+        engine.encode_image(pixels),
+        engine.encode_image_zero_shot(pixels),
+        engine.classify(pixels),
+    )
+    for n in range(1, 65):
+        part = engine.encode_image(pixels[:n])
+        assert np.abs(part.cls - whole.cls[:n]).max() <= 1e-5
+        assert np.abs(part.attributes - whole.attributes[:n]).max() <= 1e-5
+        assert np.abs(engine.encode_image_zero_shot(pixels[:n]) - frozen[:n]).max() <= 1e-5
+        assert np.abs(engine.classify(pixels[:n]) - logits[:n]).max() <= 1e-4
+
+
 def test_roles_of_dear_mini_name_experts(demo):
     roles = Bundle.open(demo.root / "bundle").roles()
     experts = {a for a in roles.attributes if roles.experts(a)}
