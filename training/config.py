@@ -30,7 +30,7 @@ class Augmentation(StrictConfig):
     views: int = 8
     crop: tuple[float, float] = (0.85, 1.0)
     """Smallest and largest area of a crop, as shares of the picture's. From 0.5 on, usual for photographs, half the
-    icons of the demo task are cut: base accuracy was 4 points lower there."""
+    icons of the demo task are cut: base accuracy was 4 points lower there (one seed)."""
     flip: bool = False
 
     def __post_init__(self) -> None:
