@@ -49,8 +49,12 @@ def make_fit(prepared, task, config, *, cache=None, seed=1):
     )
 
 
+_number = itertools.count()
+
+
 def losses(fit, tmp_path):
-    fit.run(tmp_path / f"{id(fit)}.safetensors")
+    """Of an uninterrupted run: each has a state file of its own (an `id` may come again, and would resume)."""
+    fit.run(tmp_path / f"{next(_number)}.safetensors")
     return np.array(fit.history)[:, 0]
 
 
