@@ -1,24 +1,30 @@
 """Pretrain dear-mini, a small CLIP, from scratch on the attribute world (ours).
 
     python -m training.pretrain --out runs/mini               # starts, or goes on where it was stopped
+    python -m training.pretrain --out runs/late --start runs/mini/last.pt --quiet 1 --texture 2 --steps 2400
     python -m training.pretrain --out runs/mini --ship        # writes dear_serve/assets/dear-mini from the last state
     python -m training.pretrain --check                       # figures of the shipped file, in about a minute
 
 The contrastive loss knows the *truth matrix*: caption j is true of picture i for many i and j, exactly. Captions come
 in groups (every object name; every color, shape, texture and location; one random subset of attributes a picture), and
 within a group each picture's targets are its true captions in equal parts, and each caption's its true pictures.
+
+What makes experts of the late heads (ours): left alone, a small tower moves color and place into the class token in its
+first two blocks, and no head of the adapted blocks has anything to do with them. `quiet` penalises what the class token
+knows of a picture before the last third of the blocks, so that the heads there have to read everything.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import os
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +38,7 @@ from dear_serve.backbone.clip import Clip
 from dear_serve.backbone.weights import clip_config, to_open_clip
 from dear_serve.backbone.zoo import ASSETS, load_base
 from dear_serve.command import run_command
-from dear_serve.config import StrictConfig
+from dear_serve.config import StrictConfig, default_first_block
 from dear_serve.errors import CheckFailedError, ConfigError
 from training.captions import Captions, captions_of, merge_equal, sample_captions, truth_matrix
 from training.mini import MINI, PREPROCESS, caption_recall, pixels_from, tokens_from, zero_shot_accuracy
@@ -42,7 +48,7 @@ from training.world_vocab import ATTRIBUTES, VOCABULARY, object_names
 __all__ = ["PretrainConfig", "check", "main", "pretrain", "ship", "truth_loss"]
 
 _MAX_LOGIT_SCALE = math.log(100.0)
-_GROUP_WEIGHTS = (1.0, 1.0, 0.5, 0.5, 0.5, 0.5)  # random subsets, objects, the other four attributes
+_SUBSETS, _OBJECTS, _ATTRIBUTE = 1.0, 1.0, 0.5  # weights of the caption groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +63,18 @@ class PretrainConfig(StrictConfig):
     seed: int = 0
     n_objects: int = 0
     """Only the first so many objects; 0 for all."""
+    texture: float = _ATTRIBUTE
+    """Weight of the texture captions; the other attributes have 0.5."""
+    quiet: float = 0.0
+    """Weight of the penalty on what the class token knows before the last third of the blocks."""
+    start: str = ""
+    """SHA-256 of the state whose weights were taken to start from; none: random ones."""
+
+    @property
+    def group_weights(self) -> tuple[float, ...]:
+        """Of the caption groups: random subsets, objects, and the other four attributes."""
+        others = (self.texture if a == "texture" else _ATTRIBUTE for a in _single_order()[1:])
+        return (_SUBSETS, _OBJECTS, *others)
 
     @property
     def objects(self) -> int | None:
@@ -120,23 +138,32 @@ def truth_loss(logits: Tensor, truth: Tensor) -> Tensor:
     return torch.stack(losses).mean()
 
 
-def batch_loss(clip: Clip, batch: dict[str, Any]) -> Tensor:
-    """Weighted mean over the caption groups of one batch."""
+def _image_features(clip: Clip, pixels: Tensor) -> tuple[Tensor, Tensor]:
+    """Image features (B, D), not normalised, and how much the class token knows before block J (a scalar).
+
+    The latter is the class token's variance over the pictures as it enters block J, relative to its variance after the
+    last block: 0 when it is the same for every picture.
+    """
+    tower = clip.visual
+    first = default_first_block(tower.config.layers)
+    early = tower.run(tower.embed(pixels), 1, first - 1)
+    late = tower.run(early, first, tower.config.layers)
+    known = early[:, 0].float().var(0).sum() / late[:, 0].float().var(0).sum().detach()
+    return tower.pool(late), known
+
+
+def batch_loss(clip: Clip, batch: dict[str, Any], config: PretrainConfig) -> tuple[Tensor, float]:
+    """Weighted mean over the caption groups of one batch plus the quiet penalty, and the unweighted penalty."""
     with torch.autocast("cpu", torch.bfloat16):
-        image = clip.encode_image(pixels_from(batch["images"].numpy()), normalize=False)
+        image, known = _image_features(clip, pixels_from(batch["images"].numpy()))
         text = torch.cat([clip.encode_text(t, normalize=False) for t in batch["tokens"]])
     cosines = F.normalize(image.float(), dim=-1) @ F.normalize(text.float(), dim=-1).t()
     logits = clip.logit_scale.exp() * cosines
-    losses = [
-        weight * truth_loss(part, truth)
-        for weight, part, truth in zip(
-            _GROUP_WEIGHTS,
-            logits.split([t.shape[1] for t in batch["truth"]], dim=1),
-            batch["truth"],
-            strict=True,
-        )
-    ]
-    return torch.stack(losses).sum() / sum(_GROUP_WEIGHTS)
+    parts = logits.split([t.shape[1] for t in batch["truth"]], dim=1)
+    weights = config.group_weights
+    losses = [w * truth_loss(p, t) for w, p, t in zip(weights, parts, batch["truth"], strict=True)]
+    loss = torch.stack(losses).sum() / sum(weights)
+    return (loss + config.quiet * known if config.quiet else loss), float(known.detach())
 
 
 def _build(config: PretrainConfig) -> tuple[Clip, torch.optim.Optimizer]:
@@ -157,6 +184,14 @@ def _rate(config: PretrainConfig, step: int) -> float:
     return config.lr * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
+def _take_weights(clip: Clip, path: Path) -> str:
+    """Load the weights of a run's state into `clip`; the file's SHA-256."""
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist; give the last.pt or best.pt of a run", field="start")
+    clip.load_state_dict(torch.load(path, weights_only=True)["model"])
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 def _save(path: Path, state: dict[str, Any]) -> None:
     partial = path.with_suffix(".partial")
     torch.save(state, partial)
@@ -170,20 +205,25 @@ def _steps(config: PretrainConfig, first: int) -> Iterator[tuple[int, dict[str, 
     yield from zip(range(first, config.steps), loader, strict=True)
 
 
-def pretrain(config: PretrainConfig, out: Path, *, every: int = 500, pictures: int = 1000) -> Clip:
+def pretrain(
+    config: PretrainConfig, out: Path, *, start: Path | None = None, every: int = 500, pictures: int = 1000
+) -> Clip:
     """Train to `config.steps`, going on from `out/last.pt` if it is there; logs to `out/log.jsonl`.
 
     Args:
         config: of the run.
         out: folder of the run.
+        start: state of another run whose weights are the first ones (its hash becomes `config.start`).
         every: steps between evaluations and saved states (`last.pt`, and `best.pt` by mean accuracy).
         pictures: of an evaluation.
 
     Raises:
-        ConfigError: the state in `out` belongs to another configuration.
+        ConfigError: the state in `out` belongs to another configuration, or `start` can't be read.
     """
     out.mkdir(parents=True, exist_ok=True)
     clip, optimizer = _build(config)
+    if start is not None:
+        config = replace(config, start=_take_weights(clip, start))
     first, best, spent = 0, 0.0, 0.0
     if (out / "last.pt").exists():
         state = torch.load(out / "last.pt", weights_only=True)
@@ -192,11 +232,11 @@ def pretrain(config: PretrainConfig, out: Path, *, every: int = 500, pictures: i
         clip.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         first, best, spent = state["step"], state["best"], state["seconds"]
-    start, running = time.monotonic(), 0.0
+    began, running = time.monotonic(), 0.0
     for step, batch in _steps(config, first):
         for group in optimizer.param_groups:
             group["lr"] = _rate(config, step)
-        loss = batch_loss(clip, batch)
+        loss, known = batch_loss(clip, batch, config)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(clip.parameters(), 1.0)
@@ -206,7 +246,7 @@ def pretrain(config: PretrainConfig, out: Path, *, every: int = 500, pictures: i
         running += (float(loss.detach()) - running) / (min(step - first, 50) + 1)
         if (step + 1) % every and step + 1 != config.steps:
             continue
-        seconds = spent + time.monotonic() - start
+        seconds = spent + time.monotonic() - began
         accuracy = zero_shot_accuracy(clip.eval(), count=pictures, n_objects=config.objects)
         mean = sum(accuracy.values()) / len(accuracy)
         line = {
@@ -214,6 +254,7 @@ def pretrain(config: PretrainConfig, out: Path, *, every: int = 500, pictures: i
             "loss": round(running, 4),
             "seconds": round(seconds),
             "tau": round(clip.tau, 2),
+            "early": round(known, 4),
         }
         line |= {k: round(v, 4) for k, v in accuracy.items()}
         with (out / "log.jsonl").open("a", encoding="utf-8") as log:
@@ -310,8 +351,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=PretrainConfig.steps)
     parser.add_argument("--batch-size", type=int, default=PretrainConfig.batch_size)
     parser.add_argument("--lr", type=float, default=PretrainConfig.lr)
+    parser.add_argument("--warmup", type=int, default=PretrainConfig.warmup, help="steps")
     parser.add_argument("--seed", type=int, default=PretrainConfig.seed)
     parser.add_argument("--objects", type=int, default=0, help="only the first so many objects (default all)")
+    parser.add_argument(
+        "--texture", type=float, default=PretrainConfig.texture, help="weight of the textures"
+    )
+    parser.add_argument("--quiet", type=float, default=0.0, help="weight of the penalty on early reading")
+    parser.add_argument("--start", type=Path, help="take the first weights from this state of another run")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--every", type=int, default=500, help="steps between evaluations and saved states")
     parser.add_argument(
@@ -331,9 +378,16 @@ def _run(args: argparse.Namespace) -> int:
         ship(args.out)
     else:
         config = PretrainConfig(
-            steps=args.steps, batch_size=args.batch_size, lr=args.lr, seed=args.seed, n_objects=args.objects
+            steps=args.steps,
+            batch_size=args.batch_size,
+            lr=args.lr,
+            warmup=args.warmup,
+            seed=args.seed,
+            n_objects=args.objects,
+            texture=args.texture,
+            quiet=args.quiet,
         )
-        pretrain(config, args.out, every=args.every)
+        pretrain(config, args.out, start=args.start, every=args.every)
     return 0
 
 

@@ -71,11 +71,11 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, monkeypatch):
     real = module.batch_loss
     calls = []
 
-    def killed(clip, batch):
+    def killed(clip, batch, config):
         calls.append(1)
         if len(calls) == 4:
             raise KeyboardInterrupt
-        return real(clip, batch)
+        return real(clip, batch, config)
 
     monkeypatch.setattr(module, "batch_loss", killed)
     with pytest.raises(KeyboardInterrupt):
