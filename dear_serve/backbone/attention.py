@@ -49,25 +49,25 @@ class Attention(nn.Module):
         self.in_proj = nn.Linear(width, 3 * width)
         self.out_proj = nn.Linear(width, width)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None, queries: Tensor | None = None) -> Tensor:
         """Attend.
 
         Args:
             x: (B, N, d).
-            mask: boolean, True where a query (row) sees a key (column): (N, N) for all heads or (H, N, N).
-                No row may be all False.
+            mask: boolean, True where a query (row) sees a key (column): (M, N) for all heads, (H, M, N), or
+                (B, 1 or H, M, N). No row may be all False.
+            queries: the tokens that ask, (B, M, d); all of `x` (M = N) by default.
 
         Returns:
-            (B, N, d).
+            (B, M, d).
         """
-        mixed = self.mix_values(x, mask)
+        mixed = self.mix_values(x, mask, queries)
         out: Tensor = self.out_proj(mixed.transpose(1, 2).flatten(2))
         return out
 
-    def mix_values(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Each head's attention-weighted values before the output projection, (B, N, d) -> (B, H, N, e)."""
-        qkv = self.in_proj(x).unflatten(-1, (3, self.heads, self.head_width))
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+    def mix_values(self, x: Tensor, mask: Tensor | None = None, queries: Tensor | None = None) -> Tensor:
+        """Each head's attention-weighted values before the output projection, (B, H, M, e); see `forward`."""
+        q, k, v = self._project(x, queries)
         if x.device.type == "cpu" and torch.is_grad_enabled() and q.requires_grad:
             # torch's fused CPU attention has a slow backward (2.3 times the step of a 6-block tower, torch 2.14).
             scores = (q * self.head_width**-0.5) @ k.transpose(-1, -2)
@@ -75,6 +75,32 @@ class Attention(nn.Module):
                 scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
             return scores.softmax(-1, dtype=scores.dtype) @ v
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    def _project(self, x: Tensor, queries: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (B, H, M, e), keys and values (B, H, N, e)."""
+        shape = (self.heads, self.head_width)
+        if queries is None:
+            q, k, v = self.in_proj(x).unflatten(-1, (3, *shape)).permute(2, 0, 3, 1, 4).unbind(0)
+            return q, k, v
+        d = self.heads * self.head_width
+        weight, bias = self.in_proj.weight, self.in_proj.bias
+        q = F.linear(queries, weight[:d], bias[:d]).unflatten(-1, shape).transpose(1, 2)
+        k, v = F.linear(x, weight[d:], bias[d:]).unflatten(-1, (2, *shape)).permute(2, 0, 3, 1, 4).unbind(0)
+        return q, k, v
+
+    def weights(self, x: Tensor, mask: Tensor | None = None, *, first: int = 0) -> Tensor:
+        """Softmax weights of the queries from token `first` on: (B, N, d) -> (B, H, N - first, N).
+
+        Args:
+            x: (B, N, d), already normalised.
+            mask: as in `forward`.
+            first: index of the first token that asks.
+        """
+        q, k, _ = self.in_proj(x).unflatten(-1, (3, self.heads, self.head_width)).unbind(2)
+        scores = (q[:, first:].transpose(1, 2) * self.head_width**-0.5) @ k.permute(0, 2, 3, 1)
+        if mask is not None:
+            scores = scores.masked_fill(~mask[..., first:, :], torch.finfo(scores.dtype).min)
+        return scores.softmax(-1)
 
     def head_outputs(self, x: Tensor, token: int = 0) -> Tensor:
         """What each head alone adds at one token, without the output bias (which belongs to no head).
@@ -109,9 +135,16 @@ class Block(nn.Module):
         )
         self.ls_2 = LayerScale(width) if layer_scale else nn.Identity()
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """(B, N, d) -> (B, N, d); `mask` as in `Attention.forward`."""
-        x = x + self.ls_1(self.attention(self.ln_1(x), mask))
+    def forward(self, x: Tensor, mask: Tensor | None = None, queries: Tensor | None = None) -> Tensor:
+        """(B, N, d) -> (B, M, d); `mask` as in `Attention.forward`.
+
+        `queries` (B, M, d) are the tokens of `x` whose output is wanted (default: all, M = N): in a last block the
+        others need no query, no projection and no MLP, which are five sixths of its work.
+        """
+        if queries is None:
+            x = x + self.ls_1(self.attention(self.ln_1(x), mask))
+        else:
+            x = queries + self.ls_1(self.attention(self.ln_1(x), mask, self.ln_1(queries)))
         out: Tensor = x + self.ls_2(self.mlp(self.ln_2(x)))
         return out
 

@@ -5,7 +5,9 @@ B batch, N patch tokens, K attributes, d tower width, D joint width, L text leng
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +22,7 @@ from dear_serve.dear.roles import Roles
 from dear_serve.dear.tokens import LearnableTokens
 from dear_serve.errors import BundleError, ConfigError
 
-__all__ = ["DearModel", "resolve"]
+__all__ = ["DearModel", "HeadStep", "resolve"]
 
 
 def resolve(config: DearConfig, clip: Clip) -> DearConfig:
@@ -43,6 +45,14 @@ def resolve(config: DearConfig, clip: Clip) -> DearConfig:
             f"text_tokens is {config.text_tokens}; at most {MAX_EXTRA_TOKENS}", field="text_tokens"
         )
     return replace(config, first_block=blocks["first_block"], text_first_block=blocks["text_first_block"])
+
+
+class HeadStep(NamedTuple):
+    """One block of J..L: what goes in, (B, 1+N+K, d), and what comes out, the same (or (B, 1+K, d): `head_steps`)."""
+
+    layer: int
+    before: Tensor
+    after: Tensor
 
 
 class DearModel(nn.Module):
@@ -110,15 +120,31 @@ class DearModel(nn.Module):
         Returns:
             f_cls (B, D) and f_1..f_K (B, K, D), L2-normalised.
         """
-        visual, x = self.clip.visual, trunk
-        tokens = self.attribute_tokens.first(x.shape[0])
-        for layer in range(self.config.first_block, self.clip.config.vision.layers + 1):
+        visual, y = self.clip.visual, trunk
+        for step in self.head_steps(trunk, pooled=True):
+            y = step.after
+        attributes = visual.ln_post(y[:, 1:]) @ self.attribute_projection
+        return F.normalize(visual.pool(y), dim=-1), F.normalize(attributes, dim=-1)
+
+    def head_steps(self, trunk: Tensor, *, pooled: bool = False) -> Iterator[HeadStep]:
+        """Blocks J..L one after the other, from `image_trunk`'s output (B, 1+N, d).
+
+        Args:
+            trunk: see above.
+            pooled: in block L compute only what the features need, CLS and the attribute tokens: (B, 1+K, d).
+        """
+        x, tokens = trunk, self.attribute_tokens.first(trunk.shape[0])
+        last = self.clip.config.vision.layers
+        for layer in range(self.config.first_block, last + 1):
             if layer > self.config.first_block:
                 tokens = self.attribute_tokens.mix(tokens)
-            y = visual.blocks[layer - 1](torch.cat([x, tokens], dim=1), self.get_buffer(f"mask_{layer}"))
+            before, mask, queries = torch.cat([x, tokens], dim=1), self.get_buffer(f"mask_{layer}"), None
+            if pooled and layer == last:
+                mask = torch.cat([mask[:, :1], mask[:, self.originals :]], dim=1)
+                queries = torch.cat([x[:, :1], tokens], dim=1)
+            y = self.clip.visual.blocks[layer - 1](before, mask, queries)
+            yield HeadStep(layer, before, y)
             x, tokens = y[:, : self.originals], y[:, self.originals :]
-        attributes = visual.ln_post(tokens) @ self.attribute_projection
-        return F.normalize(visual.pool(x), dim=-1), F.normalize(attributes, dim=-1)
 
     def image_features(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
         """Adapted features of pictures (B, 3, S, S): f_cls (B, D), f_k (B, K, D), L2-normalised."""
@@ -127,9 +153,8 @@ class DearModel(nn.Module):
     def zero_shot_head(self, trunk: Tensor) -> Tensor:
         """Frozen CLIP's image feature from `image_trunk`'s output: (B, D), L2-normalised."""
         visual = self.clip.visual
-        return F.normalize(
-            visual.pool(visual.run(trunk, self.config.first_block, len(visual.blocks))), dim=-1
-        )
+        x = visual.run(trunk, self.config.first_block, len(visual.blocks) - 1)
+        return F.normalize(visual.pool(visual.blocks[-1](x, None, x[:, :1])), dim=-1)
 
     def zero_shot_image(self, pixels: Tensor) -> Tensor:
         """Frozen CLIP's image features, (B, D), L2-normalised."""
@@ -156,12 +181,14 @@ class DearModel(nn.Module):
         start, rest = trunk[:, :1], trunk[:, 1:]
         tokens = self.text_tokens.first(trunk.shape[0])
         mask = text.causal_mask(trunk.shape[1] + count)
-        for layer in range(self.config.text_first_block, self.clip.config.text.layers + 1):
-            if layer > self.config.text_first_block:
-                tokens = self.text_tokens.mix(tokens)
+        for layer in range(self.config.text_first_block, self.clip.config.text.layers):
             y = text.blocks[layer - 1](torch.cat([start, tokens, rest], dim=1), mask)
-            start, tokens, rest = y[:, :1], y[:, 1 : 1 + count], y[:, 1 + count :]
-        return F.normalize(text.pool(torch.cat([start, tokens, rest], dim=1), position + count), dim=-1)
+            start, tokens, rest = y[:, :1], self.text_tokens.mix(y[:, 1 : 1 + count]), y[:, 1 + count :]
+        x, end = torch.cat([start, tokens, rest], dim=1), position + count
+        rows = torch.arange(x.shape[0], device=x.device)
+        asking = x[rows, end].unsqueeze(1)  # in the last block only end-of-text
+        y = text.blocks[-1](x, mask[end][:, None, None], asking)
+        return F.normalize(text.pool(y, torch.zeros_like(end)), dim=-1)
 
     def text_features(self, tokens: Tensor) -> Tensor:
         """Adapted features of texts int64 (B, L): g (B, D), L2-normalised."""

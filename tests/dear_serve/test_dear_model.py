@@ -60,6 +60,26 @@ def train(model: DearModel, steps: int = 5) -> None:
         optimizer.zero_grad()
 
 
+def test_the_last_block_computes_only_what_is_read(clip):
+    """Class and attribute features are those of a last block that computes every token, text features too."""
+    model = build(clip, uniform("mixed"))
+    visual = clip.visual
+    with torch.no_grad():
+        trunk = model.image_trunk(pixels())
+        y = list(model.head_steps(trunk))[-1].after
+        cls, attributes = model.image_head(trunk)
+        whole = F.normalize(visual.ln_post(y[:, model.originals :]) @ model.attribute_projection, dim=-1)
+        assert y.shape[1] == model.originals + len(ATTRIBUTES)
+        assert torch.allclose(cls, F.normalize(visual.pool(y), dim=-1), atol=1e-6)
+        assert torch.allclose(attributes, whole, atol=1e-6)
+        x = clip.text.run(clip.text.embed(tokens()), 1, 3)
+        text = F.normalize(clip.text.pool(x, end_of_text(tokens())), dim=-1)
+        none = DearConfig(attributes=ATTRIBUTES, first_block=2, text_first_block=2, text_tokens=0)
+        assert torch.allclose(
+            DearModel(clip, uniform("mixed"), none).text_features(tokens()), text, atol=1e-6
+        )
+
+
 @pytest.mark.parametrize("variant", ["paper", "one-way"])
 def test_all_generalization_heads_leave_cls_and_patches_alone(clip, variant):
     model = build(clip, uniform("generalization"), mask=variant)
