@@ -1,7 +1,7 @@
 """Name, dtype and axes of every exported graph's inputs and outputs: `export` writes them, `runtime` reads them.
 
-Axis letters: B batch, L text length, D joint width, K attributes, C classes. A letter in `DYNAMIC` is a dynamic
-axis of the graph; the others are fixed by the bundle (`GraphSpec.shape` resolves them).
+Axis letters: B batch, L text length, D joint width, K attributes, N patches, C classes. A letter in `DYNAMIC` is a
+dynamic axis of the graph; the others are fixed by the bundle (`GraphSpec.shape` resolves them).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["DYNAMIC", "GRAPHS", "GraphSpec", "TensorSpec"]
+__all__ = ["ALL_GRAPHS", "DYNAMIC", "GRAPHS", "OPTIONAL_GRAPHS", "GraphSpec", "TensorSpec"]
 
 DYNAMIC = frozenset({"B", "L", "C"})
 
@@ -82,3 +82,22 @@ GRAPHS: dict[str, GraphSpec] = {
         outputs=(TensorSpec(name="features", dtype="float32", axes=("B", "D")),),
     ),
 }
+
+OPTIONAL_GRAPHS: dict[str, GraphSpec] = {
+    # Frozen and adapted features of the same pictures in one pass: blocks 1..J-1 run once.
+    "joint": GraphSpec(
+        file="joint.onnx",
+        inputs=(_PIXELS,),
+        outputs=(TensorSpec(name="zero_shot", dtype="float32", axes=("B", "D")), _CLS, _ATTRIBUTES),
+    ),
+    # Where each attribute's token looks (`dear.explain`): softmax weights over the N patches, row by row from the top.
+    "explain": GraphSpec(
+        file="explain.onnx",
+        inputs=(_PIXELS,),
+        outputs=(TensorSpec(name="attention", dtype="float32", axes=("B", "K", "N")),),
+    ),
+}
+"""Bundles exported by earlier versions lack these: an engine is asked with `Engine.has`."""
+
+ALL_GRAPHS: dict[str, GraphSpec] = {**GRAPHS, **OPTIONAL_GRAPHS}
+"""What `dear-export` writes."""

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dear_serve.errors import ImageError, TextError
+from dear_serve.errors import BundleError, ImageError, TextError
+from dear_serve.io_spec import GRAPHS
 
 __all__ = [
     "Engine",
@@ -96,6 +97,24 @@ class Engine(ABC):
     @abstractmethod
     def classify(self, pixels: Float32) -> Float32:
         """Fused logits (B, C) over the trained classes, in the manifest's order."""
+
+    def has(self, graph: str) -> bool:
+        """Whether this engine runs a graph of `io_spec.ALL_GRAPHS`: every one but "joint" and "explain" always."""
+        return graph in GRAPHS
+
+    def joint(self, pixels: Float32) -> tuple[Float32, ImageFeatures]:
+        """Frozen CLIP's features (B, D) and the adapted ones: one pass with the joint graph, otherwise two."""
+        return self.encode_image_zero_shot(pixels), self.encode_image(pixels)
+
+    def explain(self, pixels: Float32) -> Float32:  # noqa: ARG002 (those who have the graph use it)
+        """Attention of each attribute's token to the patches (`dear.explain.attention_maps`), (B, K, N).
+
+        Raises BundleError ("no_explain") where the graph is not there; `has` says so beforehand.
+        """
+        raise BundleError(
+            "the bundle has no explain graph, an earlier version exported it; run dear-export on it again",
+            code="no_explain",
+        )
 
     def close(self) -> None:  # noqa: B027 (most engines hold nothing)
         """Free what the engine holds; calling it again does nothing."""

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dear_serve.bundle import Bundle
+from dear_serve.io_spec import ALL_GRAPHS
 from dear_serve.runtime.base import (
     Engine,
     EngineInfo,
@@ -65,18 +66,31 @@ class FakeEngine(Engine):
     def classify(self, pixels: Float32) -> Float32:
         return self.fuse(self.encode_image(pixels), self._trained.get(self)).logits
 
+    def has(self, graph: str) -> bool:
+        return graph in ALL_GRAPHS
+
+    def explain(self, pixels: Float32) -> Float32:
+        """Positive numbers that sum to 1 a row, drawn like the features."""
+        rows = as_pixels(pixels, self._manifest.preprocess.size)
+        patches, count = self._manifest.base.clip.vision.patches, len(self._manifest.dear.attributes)
+        drawn = np.abs(self._draw("attention", rows, count, patches))
+        return np.asarray(drawn / drawn.sum(-1, keepdims=True), np.float32)
+
     def _unpadded(self, tokens: Int64) -> list[Int64]:
         """Each row without its padding, which carries no meaning: a text may come padded to any length."""
         rows = as_tokens(tokens, self._manifest.context_length)
         return [np.trim_zeros(row, "b") for row in rows]
 
-    def _draw(self, salt: str, rows: npt.NDArray[np.float32] | list[Int64], count: int) -> Float32:
-        """(B, count, D): unit vectors drawn for each row."""
-        features = np.empty((len(rows), count, self._width), dtype=np.float32)
+    def _draw(
+        self, salt: str, rows: npt.NDArray[np.float32] | list[Int64], count: int, width: int = 0
+    ) -> Float32:
+        """(B, count, width or D): unit vectors drawn for each row."""
+        width = width or self._width
+        features = np.empty((len(rows), count, width), dtype=np.float32)
         for index, row in enumerate(rows):
             digest = hashlib.sha256(salt.encode() + row.tobytes()).digest()
             drawn = np.random.default_rng(int.from_bytes(digest[:8], "little")).standard_normal(
-                (count, self._width)
+                (count, width)
             )
             features[index] = drawn / np.linalg.norm(drawn, axis=-1, keepdims=True)
         return features

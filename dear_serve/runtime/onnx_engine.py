@@ -14,7 +14,7 @@ import numpy as np
 
 from dear_serve.bundle import Bundle
 from dear_serve.errors import BundleError, DearError, MissingDependencyError
-from dear_serve.io_spec import DYNAMIC, GRAPHS, TensorSpec
+from dear_serve.io_spec import ALL_GRAPHS, DYNAMIC, GRAPHS, TensorSpec
 from dear_serve.manifest import Manifest
 from dear_serve.runtime.base import (
     Engine,
@@ -75,7 +75,9 @@ class OnnxEngine(Engine):
         self._closed = False
         if not bundle.paths.onnx.is_dir():
             raise BundleError(f"{bundle.paths.root} has no onnx folder; run: dear-export {bundle.paths.root}")
-        for spec in GRAPHS.values():
+        for name, spec in ALL_GRAPHS.items():
+            if name not in GRAPHS and not self.has(name):
+                continue
             inputs, outputs = read_header(bundle.file(f"onnx/{spec.file}"))
             _check_tensors(spec.file, "input", spec.inputs, inputs, self._sizes)
             _check_tensors(spec.file, "output", spec.outputs, outputs, self._sizes)
@@ -123,6 +125,33 @@ class OnnxEngine(Engine):
     def classify(self, pixels: Float32) -> Float32:
         return self._rows("classifier", "pixels", as_pixels(pixels, self._sizes["S"]), self._sizes["T"])
 
+    def has(self, graph: str) -> bool:
+        return graph in ALL_GRAPHS and f"onnx/{ALL_GRAPHS[graph].file}" in self._manifest.files
+
+    def joint(self, pixels: Float32) -> tuple[Float32, ImageFeatures]:
+        if not self.has("joint"):
+            return super().joint(pixels)
+        size, width, count = (self._sizes[letter] for letter in ("S", "D", "K"))
+        zero_shot, cls, attributes = in_chunks(
+            lambda rows: self._run("joint", {"pixels": rows}),
+            as_pixels(pixels, size),
+            limit=MAX_BATCH,
+            empty=(_empty(0, width), _empty(0, width), _empty(0, count, width)),
+        )
+        return zero_shot, ImageFeatures(cls=cls, attributes=attributes)
+
+    def explain(self, pixels: Float32) -> Float32:
+        if not self.has("explain"):
+            return super().explain(pixels)
+        size, count, patches = (self._sizes[letter] for letter in ("S", "K", "N"))
+        (maps,) = in_chunks(
+            lambda rows: self._run("explain", {"pixels": rows}),
+            as_pixels(pixels, size),
+            limit=MAX_BATCH,
+            empty=(_empty(0, count, patches),),
+        )
+        return maps
+
     def close(self) -> None:
         """Free the sessions; the engine cannot be used afterwards."""
         with self._lock:
@@ -137,7 +166,7 @@ class OnnxEngine(Engine):
         return result
 
     def _run(self, graph: str, inputs: Mapping[str, Any]) -> tuple[Float32, ...]:
-        return tuple(self._session(graph).run([o.name for o in GRAPHS[graph].outputs], dict(inputs)))
+        return tuple(self._session(graph).run([o.name for o in ALL_GRAPHS[graph].outputs], dict(inputs)))
 
     def _session(self, graph: str) -> Any:
         session = self._sessions.get(graph)
@@ -151,7 +180,7 @@ class OnnxEngine(Engine):
             return self._sessions[graph]
 
     def _open_session(self, graph: str) -> Any:
-        runtime, file = self._runtime, GRAPHS[graph].file
+        runtime, file = self._runtime, ALL_GRAPHS[graph].file
         if not self._bundle.is_current():
             raise BundleError(f"{self._bundle.name} has been replaced since it was opened; open it again")
         options = runtime.SessionOptions()
@@ -184,6 +213,7 @@ def graph_sizes(manifest: Manifest) -> dict[str, int]:
         "D": manifest.base.clip.embed_dim,
         "K": count,
         "K+1": count + 1,
+        "N": manifest.base.clip.vision.patches,
         "T": len(manifest.class_names),
     }
 

@@ -10,7 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from dear_serve.bundle import Bundle
+from dear_serve.dear.explain import attention_maps
 from dear_serve.errors import BaseModelError, BundleError, MissingDependencyError
+from dear_serve.io_spec import ALL_GRAPHS
 from dear_serve.runtime.base import (
     Engine,
     EngineInfo,
@@ -120,6 +122,34 @@ class TorchEngine(Engine):
 
     def classify(self, pixels: Float32) -> Float32:
         return self.fuse(self.encode_image(pixels), self._trained.get(self)).logits
+
+    def has(self, graph: str) -> bool:
+        return graph in ALL_GRAPHS
+
+    def joint(self, pixels: Float32) -> tuple[Float32, ImageFeatures]:
+        width, count = self._manifest.base.clip.embed_dim, len(self._manifest.dear.attributes)
+
+        def run(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            trunk = self._model.image_trunk(rows)
+            return self._model.zero_shot_head(trunk), *self._model.image_head(trunk)
+
+        zero_shot, cls, attributes = in_chunks(
+            lambda rows: self._call(run, rows),
+            as_pixels(pixels, self._manifest.preprocess.size),
+            limit=MAX_BATCH,
+            empty=tuple(np.zeros(s, np.float32) for s in ((0, width), (0, width), (0, count, width))),
+        )
+        return zero_shot, ImageFeatures(cls=cls, attributes=attributes)
+
+    def explain(self, pixels: Float32) -> Float32:
+        patches, count = self._manifest.base.clip.vision.patches, len(self._manifest.dear.attributes)
+        (maps,) = in_chunks(
+            lambda rows: self._call(lambda x: attention_maps(self._model, x), rows),
+            as_pixels(pixels, self._manifest.preprocess.size),
+            limit=MAX_BATCH,
+            empty=(np.zeros((0, count, patches), np.float32),),
+        )
+        return maps
 
     def _rows(self, function: Callable[..., Any], rows: npt.NDArray[Any]) -> Float32:
         empty = np.zeros((0, self._manifest.base.clip.embed_dim), np.float32)
