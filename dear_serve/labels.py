@@ -293,22 +293,21 @@ def predictions(
     names: Sequence[str],
     *,
     cosines: Float32,
-    contributions: Float32 | None = None,
-    parts: Sequence[str] = (),
+    contributions: Mapping[str, Float32] | None = None,
     k: int = 5,
+    temperature: float = 1.0,
 ) -> list[list[Prediction]]:
     """The k most probable labels of each picture, best first.
 
     Args:
-        logits: (B, C); probabilities are their softmax over all C.
+        logits: (B, C); probabilities are the softmax of logits / temperature over all C.
         cosines: (B, C), what is reported as the cosine of picture and label.
-        contributions: (B, C, K+1), or None.
-        parts: the K+1 names of the contributions, "class" first.
+        contributions: by name, "class" first, (B, C) each.
 
     Raises:
         LabelError: "bad_top_k" for k below 1.
     """
-    probabilities = softmax(logits)
+    probabilities = softmax(logits / np.float32(temperature))
     columns, _ = top_k(logits, k)
     return [
         [
@@ -317,9 +316,7 @@ def predictions(
                 probability=float(probabilities[row, c]),
                 logit=float(logits[row, c]),
                 cosine=float(cosines[row, c]),
-                contributions={}
-                if contributions is None
-                else dict(zip(parts, contributions[row, c].tolist(), strict=True)),
+                contributions={name: float(values[row, c]) for name, values in (contributions or {}).items()},
             )
             for c in chosen
         ]

@@ -13,7 +13,17 @@ from dear_serve import __version__
 from dear_serve.config import ClipConfig, DearConfig, PreprocessConfig, StrictConfig
 from dear_serve.errors import ConfigError
 
-__all__ = ["FORMAT_VERSION", "MANIFEST_NAME", "BaseRef", "BundlePaths", "FileEntry", "Manifest", "Readout"]
+__all__ = [
+    "FORMAT_VERSION",
+    "MANIFEST_NAME",
+    "BaseRef",
+    "BundlePaths",
+    "Calibration",
+    "FileEntry",
+    "LabelSet",
+    "Manifest",
+    "Readout",
+]
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "dear.json"
@@ -111,6 +121,51 @@ class Readout(StrictConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Calibration(StrictConfig):
+    """How sure the adapted model may be, fitted on validation pictures (`training.calibrate`, ours).
+
+    Probabilities are softmax(logits / temperature); logits and their contributions stay as they are. A picture whose
+    best fused cosine (logit / tau) is below `threshold` is none of the labels asked for.
+    """
+
+    temperature: float = 1.0
+    threshold: float | None = None
+    """-1 to 1; None: not fitted."""
+    threshold_accuracy: float | None = None
+    """Balanced accuracy of the threshold on the pictures it was not fitted on, 0 to 1."""
+    ece_before: float
+    """Expected calibration error at temperature 1, 0 to 1."""
+    ece_after: float
+    """At temperatures fitted on the other half of the pictures."""
+    pictures: int
+    source: str
+    """Where the pictures are from: "val", or "train" for those that no step of training saw."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature > 0):
+            raise ConfigError(
+                f"temperature is {self.temperature}; a number above 0 is needed",
+                field="calibration.temperature",
+            )
+        if self.threshold is not None and not -1.0 <= self.threshold <= 1.0:
+            raise ConfigError(
+                f"threshold is {self.threshold}; a cosine, -1 to 1", field="calibration.threshold"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelSet(StrictConfig):
+    """Labels kept under a name, and their templates; none: the bundle's."""
+
+    labels: tuple[str, ...]
+    templates: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.labels or len(set(self.labels)) != len(self.labels):
+            raise ConfigError("labels of a set must be distinct and at least one", field="label_sets")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Manifest(StrictConfig):
     """`dear.json`. `files` maps relative POSIX paths to their expected content, the manifest apart."""
 
@@ -129,6 +184,8 @@ class Manifest(StrictConfig):
     preprocess: PreprocessConfig
     context_length: int
     readouts: tuple[Readout, ...] = ()
+    calibration: Calibration | None = None
+    label_sets: dict[str, LabelSet] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     files: dict[str, FileEntry] = field(default_factory=dict)
 

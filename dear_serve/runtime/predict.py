@@ -1,56 +1,46 @@
 """From picture bytes and texts to predictions, embeddings and search vectors: what services and tools call.
 
-Three named steps, timed apart: decode (CPU, in threads), infer (the engine), and the numbers after it. A
-picture that cannot be used gets its own error; the others of its batch are answered.
+Three named steps, timed apart: preprocess (CPU, in threads), core (the engine), postprocess (the numbers after it).
+A picture that cannot be used gets its own error; the others of its batch are answered.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import replace
 from time import perf_counter
-from typing import Literal, Protocol, TypeAlias, get_args
-
-import numpy as np
+from typing import Protocol, TypeAlias
 
 from dear_serve.bundle import Bundle
-from dear_serve.errors import BundleError, DearError, ImageError, InputError, LabelError, TextError
-from dear_serve.labels import (
-    ClassFeatureCache,
-    Prediction,
-    class_features,
-    fill,
-    predictions,
-    validate_labels,
-    validate_templates,
-    zero_shot_logits,
-)
-from dear_serve.preprocess import DEFAULT_LIMITS, ImageLimits, preprocess_bytes
+from dear_serve.errors import BundleError, DearError, TextError
+from dear_serve.labels import Prediction, predictions, zero_shot_logits
+from dear_serve.preprocess import DEFAULT_LIMITS, ImageLimits
 from dear_serve.readout import project, span_basis
 from dear_serve.runtime import EngineName, open_engine
 from dear_serve.runtime.base import Engine, Float32, ImageFeatures, Int64
+from dear_serve.runtime.batching import BatchedEngine, Batcher, Room
+from dear_serve.runtime.classes import LabelFeatures, shortened
+from dear_serve.runtime.decode import Decoder
+from dear_serve.runtime.heatmaps import heatmap_png
+from dear_serve.runtime.results import Mode, PictureResult, Question
 from dear_serve.tokenizer import Tokenizer, token_lengths
 
-__all__ = ["Embedding", "Mode", "Observer", "PictureResult", "Prediction", "Predictor"]
-
-Mode = Literal["adapted", "zero_shot"]
+__all__ = ["Embedding", "Mode", "Observer", "PictureResult", "Prediction", "Predictor", "Question"]
 
 Embedding: TypeAlias = dict[str, Float32]
 """L2-normalised vectors by name: "class" and the attributes."""
 
 _MAX_DECODERS = 8
-_KEPT_LABEL_SETS = 64
+_NO_BOUND = 2**31
 
 
 class Observer(Protocol):
     """Who wants to know what a predictor does (a service's metrics)."""
 
     def stage(self, name: str, seconds: float) -> None:
-        """A step of a call has ended: "decode" or "infer"."""
+        """A step of a call has ended: "preprocess", "core" or "postprocess"."""
 
     def batch(self, kind: str, size: int) -> None:
         """The engine was given this many of "image" or "text"."""
@@ -59,22 +49,14 @@ class Observer(Protocol):
         """Class features were asked for."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PictureResult:
-    """The answer for one picture: predictions, best first, or the error that stood in their way."""
-
-    predictions: list[Prediction]
-    warnings: list[str]
-    error: DearError | None = None
-
-
 class Predictor:
     """A bundle, the engine that runs it and everything around the engine. Thread-safe.
 
     Args:
         bundle: an opened bundle. engine: what runs it; closed with the predictor. limits: what a picture
-        may cost. decode_threads: pictures of one call decoded at once; default: the CPUs this process may
-        use, at most 8. observer: told of timings, batch sizes and cache hits.
+        may cost. decode_threads: pictures decoded at once; default: the CPUs this process may use, at most 8.
+        observer: told of timings, batch sizes and cache hits. batcher: joins the engine's work across calls (and
+        tells its own observer of it) and bounds the pictures under way; stays open.
     """
 
     def __init__(
@@ -85,9 +67,13 @@ class Predictor:
         limits: ImageLimits = DEFAULT_LIMITS,
         decode_threads: int | None = None,
         observer: Observer | None = None,
+        batcher: Batcher | None = None,
     ) -> None:
         self.bundle = bundle
         self.engine = engine
+        self._batched = batcher is not None
+        self._core = engine if batcher is None else BatchedEngine(engine, batcher)
+        self._room = Room(_NO_BOUND) if batcher is None else batcher.room
         self.tokenizer = Tokenizer.from_file(bundle.file("tokenizer.json"))
         if self.tokenizer.context_length != bundle.manifest.context_length:
             raise BundleError(
@@ -95,14 +81,11 @@ class Predictor:
                 f"dear.json says {bundle.manifest.context_length}"
             )
         self.observer = observer
-        self._limits = limits
         self._attributes = bundle.manifest.dear.attributes
         self._basis = bundle.basis()
-        self._cache = ClassFeatureCache(_KEPT_LABEL_SETS)
-        self._checked_labels = lru_cache(maxsize=_KEPT_LABEL_SETS)(validate_labels)
-        self._cut_warnings = lru_cache(maxsize=_KEPT_LABEL_SETS)(self._find_cut)
-        workers = decode_threads or min(_MAX_DECODERS, os.cpu_count() or 1)
-        self._pool = ThreadPoolExecutor(max_workers=workers, thread_name_prefix="decode")
+        self._labels = LabelFeatures(bundle, self._core, self.tokenizer, self._infer)
+        threads = decode_threads or min(_MAX_DECODERS, os.cpu_count() or 1)
+        self._decoder = Decoder(bundle.manifest.preprocess, limits=limits, threads=threads)
 
     @classmethod
     def open(
@@ -120,7 +103,7 @@ class Predictor:
 
     def close(self) -> None:
         """Free the engine and the threads; calling it again does nothing."""
-        self._pool.shutdown()
+        self._decoder.close()
         self.engine.close()
 
     def __enter__(self) -> Predictor:
@@ -140,56 +123,89 @@ class Predictor:
         mode: Mode = "adapted",
         top_k: int = 5,
     ) -> list[PictureResult]:
-        """The most probable labels of each picture and what each feature contributed to them.
+        """`answer` to a question of these options, described in `Question`."""
+        return self.answer(images, Question(labels=labels, templates=templates, mode=mode, top_k=top_k))
 
-        Args:
-            images: encoded pictures.
-            labels: any names; default: the trained classes.
-            templates: texts with one "{}" for the label; default: the bundle's.
-            mode: "adapted" (fused logits, method.md §4) or "zero_shot" (frozen CLIP).
-            top_k: predictions a picture; all labels where there are fewer.
+    def answer(self, images: Sequence[bytes], question: Question) -> list[PictureResult]:
+        """The most probable labels of each encoded picture and what each feature contributed to them.
 
         Returns:
-            One result per picture, in order. Probabilities are over the given labels; the cosine is that
-            of the class feature and the label; contributions are named "class" and by attribute (adapted
-            only).
+            One result per picture, in order. Probabilities are over the labels asked for, in adapted mode at the
+            bundle's temperature; the cosine is that of the class feature and the label; contributions are named
+            "class" and by attribute (adapted only) and sum to the logit.
 
         Raises:
-            LabelError: labels, templates or `top_k` cannot be used.
-            InputError: unknown mode (code "unknown_mode").
+            LabelError: labels or templates cannot be used.
+            BundleError: heat maps are asked for and the bundle has no graph for them (code "no_explain").
         """
-        if not isinstance(top_k, int) or isinstance(top_k, bool) or top_k < 1:
-            raise LabelError(
-                f"top_k is {top_k!r}; a whole number of 1 or more", code="bad_top_k", field="top_k"
-            )
-        names, texts = self._label_set(labels, templates)
-        features = self.class_features(names, texts, mode)
-        warnings = list(self._cut_warnings(names, texts))
-        pixels, errors = self._decode(images)
-        found = iter(self._predict(pixels, features, names, mode, top_k) if len(pixels) else ())
+        names, texts = self._labels.resolve(question.labels, question.templates)
+        features = self.class_features(names, texts, question.mode)
+        warnings = list(self._labels.cut(names, texts))
+        with self._room.take(len(images)):
+            pixels, errors = self._decode(images)
+            found = iter(self._predict(pixels, features, names, question) if len(pixels) else ())
         return [
-            PictureResult(
-                predictions=next(found) if error is None else [], warnings=list(warnings), error=error
-            )
+            replace(next(found), warnings=list(warnings))
+            if error is None
+            else PictureResult(predictions=[], warnings=list(warnings), error=error)
             for error in errors
         ]
 
     def _predict(
-        self, pixels: Float32, features: Float32, names: Sequence[str], mode: Mode, top_k: int
-    ) -> list[list[Prediction]]:
+        self, pixels: Float32, features: Float32, names: Sequence[str], question: Question
+    ) -> list[PictureResult]:
+        manifest, maps = self.bundle.manifest, None
+        temperature, threshold = 1.0, None
         with self._infer("image", len(pixels)):
-            if mode == "adapted":
-                adapted = self.engine.encode_image(pixels)
-                fused = self.engine.fuse(adapted, features)
-                cls, logits, contributions = adapted.cls, fused.logits, fused.contributions
-                parts: tuple[str, ...] = ("class", *self._attributes)
+            if question.mode == "adapted":
+                adapted = self._core.encode_image(pixels)
             else:
-                cls = self.engine.encode_image_zero_shot(pixels)
-                logits = zero_shot_logits(cls, features, self.bundle.manifest.logit_scale)
-                contributions, parts = logits[:, :, None], ("class",)
-        return predictions(
-            logits, names, cosines=cls @ features.T, contributions=contributions, parts=parts, k=top_k
-        )
+                cls = self._core.encode_image_zero_shot(pixels)
+            if question.heatmaps:
+                maps = self._core.explain(pixels)
+        with self._timed("postprocess"):
+            if question.mode == "adapted":
+                fused = self._core.fuse(adapted, features)
+                cls, logits = adapted.cls, fused.logits
+                names_of_parts = ("class", *self._attributes)
+                parts = {name: fused.contributions[:, :, k] for k, name in enumerate(names_of_parts)}
+                temperature, threshold = self.temperature, self._threshold(question)
+            else:
+                logits = zero_shot_logits(cls, features, manifest.logit_scale)
+                parts = {"class": logits}
+            found = predictions(
+                logits,
+                names,
+                cosines=cls @ features.T,
+                contributions=parts,
+                k=question.top_k,
+                temperature=temperature,
+            )
+            return [
+                PictureResult(
+                    predictions=of_one,
+                    warnings=[],
+                    none_of_these=None if threshold is None else best < threshold * manifest.logit_scale,
+                    heatmaps={} if maps is None else self._heatmaps(maps[row]),
+                )
+                for row, (of_one, best) in enumerate(zip(found, logits.max(axis=1).tolist(), strict=True))
+            ]
+
+    @property
+    def temperature(self) -> float:
+        """What adapted logits are divided by before they become probabilities; 1 where nothing was fitted."""
+        calibration = self.bundle.manifest.calibration
+        return 1.0 if calibration is None else calibration.temperature
+
+    def _threshold(self, question: Question) -> float | None:
+        calibration = self.bundle.manifest.calibration
+        if question.none_threshold is not None or calibration is None:
+            return question.none_threshold
+        return calibration.threshold
+
+    def _heatmaps(self, attention: Float32) -> dict[str, bytes]:
+        size = self.bundle.manifest.preprocess.size
+        return {name: heatmap_png(attention[k], size) for k, name in enumerate(self._attributes)}
 
     def class_features(
         self,
@@ -201,56 +217,19 @@ class Predictor:
 
         Raises LabelError, or InputError for an unknown mode.
         """
-        if mode not in get_args(Mode):
-            raise InputError(
-                f"mode is {mode!r:.80}; use one of {', '.join(get_args(Mode))}",
-                code="unknown_mode",
-                field="mode",
-            )
-        names, texts = self._label_set(labels, templates)
-        encode = self.engine.encode_text if mode == "adapted" else self.engine.encode_text_zero_shot
-        computed = False
-
-        def compute() -> Float32:
-            nonlocal computed
-            computed = True
-            with self._infer("text", len(names) * len(texts)):
-                return class_features(names, texts, encode, self.tokenizer)
-
-        features = self._cache.get(mode, names, texts, compute)
+        features, hit = self._labels.get(*self._labels.resolve(labels, templates), mode)
         if self.observer:
-            self.observer.cache(hit=not computed)
+            self.observer.cache(hit=hit)
         return features
-
-    def _label_set(
-        self, labels: Sequence[str] | None, templates: Sequence[str] | None
-    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Labels and templates, checked; the bundle's own where none are given."""
-        manifest = self.bundle.manifest
-        if labels is None:
-            names = manifest.class_names
-        elif isinstance(labels, (list, tuple)) and all(isinstance(label, str) for label in labels):
-            names = self._checked_labels(tuple(labels))
-        else:
-            names = validate_labels(labels)
-        return names, manifest.templates if templates is None else validate_templates(templates)
-
-    def _find_cut(self, names: tuple[str, ...], templates: tuple[str, ...]) -> tuple[str, ...]:
-        """One warning for each label that does not fit the text tower's context."""
-        length = self.tokenizer.context_length
-        return tuple(
-            f"label {_short(name)} was cut to {length} tokens"
-            for name in names
-            if any(self.tokenizer.was_truncated(fill(template, name)) for template in templates)
-        )
 
     # --- embeddings -------------------------------------------------------------------------------
 
     def image_features(self, images: Sequence[bytes]) -> tuple[ImageFeatures, list[DearError | None]]:
         """Adapted features of the pictures that can be used, in order, and per picture its error or None."""
-        pixels, errors = self._decode(images)
-        with self._infer("image", len(pixels)):
-            return self.engine.encode_image(pixels), errors
+        with self._room.take(len(images)):
+            pixels, errors = self._decode(images)
+            with self._infer("image", len(pixels)):
+                return self._core.encode_image(pixels), errors
 
     def embed_images(self, images: Sequence[bytes]) -> list[Embedding | DearError]:
         """Per picture the class feature and the K attribute features, (D) each, or its error."""
@@ -271,7 +250,7 @@ class Predictor:
 
     def text_features(self, texts: Sequence[str], mode: Mode = "adapted") -> Float32:
         """Text features (B, D). Raises TextError if a text is empty or not a text."""
-        encode = self.engine.encode_text if mode == "adapted" else self.engine.encode_text_zero_shot
+        encode = self._core.encode_text if mode == "adapted" else self._core.encode_text_zero_shot
         tokens: Int64 = self.tokenizer([text if isinstance(text, str) else "" for text in texts])
         lengths = token_lengths(tokens)
         for i, length in enumerate(lengths):
@@ -289,7 +268,7 @@ class Predictor:
         """Per text what was left out of it, for the answer."""
         length = self.tokenizer.context_length
         return [
-            [f"text {_short(t)} was cut to {length} tokens"] if self.tokenizer.was_truncated(t) else []
+            [f"text {shortened(t)} was cut to {length} tokens"] if self.tokenizer.was_truncated(t) else []
             for t in texts
         ]
 
@@ -338,30 +317,26 @@ class Predictor:
     # --- steps ------------------------------------------------------------------------------------
 
     def _decode(self, images: Sequence[bytes]) -> tuple[Float32, list[DearError | None]]:
-        """Pixels (b, 3, S, S) of the b pictures that can be used, and per picture its error or None."""
-        start = perf_counter()
-        one = self._decode_one
-        decoded = [one(data) for data in images] if len(images) < 2 else list(self._pool.map(one, images))
-        size = self.bundle.manifest.preprocess.size
-        good = [d for d in decoded if isinstance(d, np.ndarray)]
-        pixels = np.stack(good) if good else np.zeros((0, 3, size, size), dtype=np.float32)
-        if self.observer:
-            self.observer.stage("decode", perf_counter() - start)
-        return pixels, [d if isinstance(d, DearError) else None for d in decoded]
-
-    def _decode_one(self, data: bytes) -> Float32 | ImageError:
-        try:
-            return preprocess_bytes(data, self.bundle.manifest.preprocess, limits=self._limits)
-        except ImageError as error:
-            return error
+        """See `Decoder`."""
+        with self._timed("preprocess"):
+            return self._decoder(images)
 
     @contextmanager
     def _infer(self, kind: str, size: int) -> Iterator[None]:
+        if self._batched:  # the batcher knows better how long its runs took and what was in them
+            yield
+            return
+        with self._timed("core"):
+            yield
+        if self.observer:
+            self.observer.batch(kind, size)
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
         start = perf_counter()
         yield
         if self.observer:
-            self.observer.stage("infer", perf_counter() - start)
-            self.observer.batch(kind, size)
+            self.observer.stage(name, perf_counter() - start)
 
 
 def _spread(vectors: dict[str, Float32], errors: Sequence[DearError | None]) -> list[Embedding | DearError]:
@@ -372,7 +347,3 @@ def _spread(vectors: dict[str, Float32], errors: Sequence[DearError | None]) -> 
 
 def _row(vectors: dict[str, Float32], index: int) -> Embedding:
     return {name: rows[index] for name, rows in vectors.items()}
-
-
-def _short(text: str) -> str:
-    return repr(text if len(text) <= 40 else f"{text[:40]}…")

@@ -328,11 +328,12 @@ def test_l2_normalize_keeps_zeros():
 
 
 def test_predictions_name_labels_and_contributions():
-    shares = np.array([[[1.0, 0.5], [2.0, 1.0], [0.0, 0.25]]], np.float32)
-    logits = shares.sum(axis=2)
-    best = predictions(
-        logits, ["a", "b", "c"], cosines=logits / 10, contributions=shares, parts=["class", "color"], k=2
-    )
+    shares = {
+        "class": np.array([[1.0, 2.0, 0.0]], np.float32),
+        "color": np.array([[0.5, 1.0, 0.25]], np.float32),
+    }
+    logits = shares["class"] + shares["color"]
+    best = predictions(logits, ["a", "b", "c"], cosines=logits / 10, contributions=shares, k=2)
     assert [[p.label for p in row] for row in best] == [["b", "a"]]
     first = best[0][0]
     assert first.logit == pytest.approx(3.0)
@@ -340,6 +341,14 @@ def test_predictions_name_labels_and_contributions():
     assert first.contributions == {"class": 2.0, "color": 1.0}
     assert first.probability == pytest.approx(float(softmax(logits)[0, 1]))
     assert type(first.probability) is float
+
+
+def test_a_temperature_changes_probabilities_alone():
+    logits = np.array([[3.0, 1.0]], np.float32)
+    cool, warm = (predictions(logits, ["a", "b"], cosines=logits, temperature=t)[0][0] for t in (1.0, 2.0))
+    assert warm.logit == cool.logit == 3.0
+    assert warm.probability == pytest.approx(float(softmax(logits / 2)[0, 0]))
+    assert warm.probability < cool.probability
 
 
 def test_predictions_without_contributions_or_pictures():

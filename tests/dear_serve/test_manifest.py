@@ -8,7 +8,7 @@ import pytest
 
 from dear_serve.config import DearConfig
 from dear_serve.errors import ConfigError
-from dear_serve.manifest import FileEntry, Readout
+from dear_serve.manifest import Calibration, FileEntry, LabelSet, Manifest, Readout
 
 # The manifest's own rules
 
@@ -67,3 +67,42 @@ def test_identity_is_that_of_the_vectors(bundles, bundle, manifest, tmp_path):
     ):
         assert dataclasses.replace(complete, **other).identity() != bundle.sha256
     assert bundles.write(tmp_path / "elsewhere", manifest).sha256 == bundle.sha256
+
+
+CALIBRATION = {
+    "temperature": 1.5, "threshold": 0.2, "ece_before": 0.1, "ece_after": 0.05, "pictures": 9, "source": "val"
+}  # fmt: skip
+
+
+def test_calibration_and_label_sets_survive_and_are_optional(manifest):
+    complete = dataclasses.replace(
+        manifest,
+        calibration=Calibration(**CALIBRATION),
+        label_sets={"pets": LabelSet(labels=("cat", "dog"), templates=("a {}",))},
+    )
+    data = complete.to_dict()
+    assert Manifest.from_dict(data) == complete
+    assert complete.identity() == manifest.identity()
+    del data["calibration"], data["label_sets"]
+    old = Manifest.from_dict(data)
+    assert (old.calibration, old.label_sets) == (None, {})
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"temperature": 0.0}, "calibration.temperature"),
+        ({"temperature": float("nan")}, "calibration.temperature"),
+        ({"threshold": 1.5}, "calibration.threshold"),
+    ],
+)
+def test_a_calibration_that_cannot_be(change, field):
+    with pytest.raises(ConfigError) as caught:
+        Calibration(**CALIBRATION | change)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("labels", [(), ("a", "a")])
+def test_a_label_set_that_cannot_be(labels):
+    with pytest.raises(ConfigError, match="distinct and at least one"):
+        LabelSet(labels=labels)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -12,10 +15,14 @@ from PIL import Image
 from dear_serve.bundle import Bundle
 from dear_serve.errors import BundleError, ImageError, InputError, LabelError, QueryError, TextError
 from dear_serve.labels import softmax
+from dear_serve.manifest import Calibration
 from dear_serve.preprocess import ImageLimits, preprocess_bytes
 from dear_serve.readout import project
+from dear_serve.runtime import open_engine
 from dear_serve.runtime.base import ImageFeatures
-from dear_serve.runtime.predict import Predictor
+from dear_serve.runtime.batching import Batcher
+from dear_serve.runtime.heatmaps import heatmap_png
+from dear_serve.runtime.predict import Predictor, Question
 
 
 def picture(color, size=(40, 30), kind="PNG") -> bytes:
@@ -149,6 +156,88 @@ def test_limits_reach_the_decoder(fake_bundle):
     assert result.error.code == "too_many_pixels"
 
 
+# Temperature, none of these, heat maps
+
+
+@pytest.fixture
+def calibrated(fake_bundle):
+    """The fake bundle with a temperature of 2 and a threshold that about half of the pictures pass."""
+    calibration = Calibration(
+        temperature=2.0, threshold=0.1, ece_before=0.2, ece_after=0.1, pictures=9, source="val"
+    )
+    manifest = dataclasses.replace(fake_bundle.manifest, calibration=calibration)
+    bundle = dataclasses.replace(fake_bundle, manifest=manifest)
+    with Predictor(bundle, open_engine(bundle, "fake")) as predictor:
+        yield predictor
+
+
+def test_a_temperature_leaves_logits_and_contributions(predictor, calibrated):
+    for plain, warm in zip(predictor.classify(PICTURES), calibrated.classify(PICTURES), strict=True):
+        assert [p.logit for p in warm.predictions] == [p.logit for p in plain.predictions]
+        expected = softmax(np.array([[p.logit for p in plain.predictions]], np.float32) / 2)[0]
+        assert [p.probability for p in warm.predictions] == pytest.approx(expected.tolist(), abs=1e-6)
+        for p in warm.predictions:
+            assert sum(p.contributions.values()) == pytest.approx(p.logit, abs=1e-4)
+    zero = [p.classify(PICTURES, mode="zero_shot") for p in (predictor, calibrated)]
+    assert zero[0] == zero[1], "the temperature is that of the adapted model"
+
+
+def test_none_of_these(predictor, calibrated):
+    scale = predictor.bundle.manifest.logit_scale
+    for result in calibrated.classify(PICTURES):
+        assert result.none_of_these is (result.predictions[0].logit / scale < 0.1)
+    for threshold, expected in ((-1.0, False), (1.0, True)):
+        asked = Question(none_threshold=threshold)
+        assert [r.none_of_these for r in predictor.answer(PICTURES, asked)] == [expected] * 3
+    assert predictor.classify(PICTURES)[0].none_of_these is None
+    assert calibrated.classify(PICTURES, mode="zero_shot")[0].none_of_these is None
+
+
+@pytest.mark.parametrize("threshold", [1.5, float("nan")])
+def test_a_threshold_that_is_no_cosine(threshold):
+    with pytest.raises(InputError, match="none_threshold"):
+        Question(none_threshold=threshold)
+
+
+def test_heatmaps(predictor):
+    good, bad = predictor.answer([PICTURES[0], b"x"], Question(heatmaps=True))
+    assert set(good.heatmaps) == {"color", "shape"}
+    assert bad.heatmaps == {}
+    pixels = preprocess_bytes(PICTURES[0], predictor.bundle.manifest.preprocess)[None]
+    attention = predictor.engine.explain(pixels)[0]
+    with Image.open(io.BytesIO(good.heatmaps["shape"])) as image:
+        assert (image.format, image.mode, image.size) == ("PNG", "RGBA", (32, 32))
+        opacity = np.asarray(image)[:, :, 3]
+    strongest = int(attention[1].argmax())
+    row, column = divmod(strongest, 4)
+    centre = opacity[row * 8 + 4, column * 8 + 4]
+    assert centre == pytest.approx(200, abs=40)
+    assert predictor.classify(PICTURES)[0].heatmaps == {}
+
+
+def test_no_attention_is_a_clear_picture():
+    with Image.open(io.BytesIO(heatmap_png(np.zeros(16, np.float32), 8))) as image:
+        assert image.getchannel("A").getextrema() == (0, 0)
+
+
+# Batches across calls
+
+
+def test_batched_answers_equal_single_ones(fake_bundle, predictor):
+    with closing(Batcher(max_rows=4)) as batcher:
+        batched = Predictor(fake_bundle, open_engine(fake_bundle, "fake"), batcher=batcher)
+        asked = [Question(mode=m, top_k=3) for m in ("adapted", "zero_shot")] * 6
+        with ThreadPoolExecutor(8) as threads:
+            together = list(threads.map(lambda q: batched.answer(PICTURES[:2], q), asked))
+        batched.close()
+    for question, results in zip(asked, together, strict=True):
+        for whole, alone in zip(results, predictor.answer(PICTURES[:2], question), strict=True):
+            assert [p.label for p in whole.predictions] == [p.label for p in alone.predictions]
+            for a, b in zip(whole.predictions, alone.predictions, strict=True):
+                assert a.logit == pytest.approx(b.logit, abs=1e-5)
+                assert a.contributions == pytest.approx(b.contributions, abs=1e-5)
+
+
 # Class features
 
 
@@ -192,7 +281,8 @@ def test_the_observer_hears_of_every_step(predictor):
     predictor.observer = heard = Heard()
     predictor.classify(PICTURES)
     predictor.classify([b"x"])
-    assert heard.events == ["infer", ("text", 6), False, "decode", "infer", ("image", 3), True, "decode"]
+    picture_events = ["preprocess", "core", ("image", 3), "postprocess"]
+    assert heard.events == ["core", ("text", 6), False, *picture_events, True, "preprocess"]
 
 
 def test_threads_may_share_a_predictor(predictor):
