@@ -14,9 +14,9 @@ from dear_serve.config import DearConfig, StrictConfig
 from dear_serve.errors import ConfigError, MissingDependencyError
 from dear_serve.labels import validate_templates
 
-__all__ = ["Augmentation", "Protocol", "TrainConfig", "read_recipe"]
+__all__ = ["Augmentation", "Protocol", "TrainConfig", "read_recipe", "read_toml"]
 
-Protocol = Literal["all", "few-shot", "base-to-novel"]
+Protocol = Literal["all", "few-shot", "base-to-novel", "cross-dataset", "domain"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,23 +103,30 @@ def _merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def read_recipe(path: Path) -> dict[str, Any]:
-    """The options in a TOML file, names as in `TrainConfig`, with tables [dear] and [augmentation].
-
-    Raises:
-        ConfigError: the file is absent, not TOML, or has an unknown option.
-        MissingDependencyError: Python 3.10 without tomli.
-    """
+def read_toml(path: Path) -> dict[str, Any]:
+    """A TOML file. Raises ConfigError without one, MissingDependencyError on Python 3.10 without tomli."""
     try:
         toml: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     except ImportError as error:
         raise MissingDependencyError("recipes need tomli on Python 3.10: pip install tomli") from error
     try:
-        options: dict[str, Any] = toml.loads(path.read_text(encoding="utf-8"))
+        return dict(toml.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise ConfigError(f"recipe {path} cannot be read: {error.strerror}", field="recipe") from error
     except ValueError as error:  # not UTF-8, not TOML
         raise ConfigError(f"recipe {path} is not TOML: {error}", field="recipe") from error
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """The options in a TOML file, names as in `TrainConfig`, with tables [dear] and [augmentation].
+
+    A table [data], how a data set lies on disk, is left to `training.recipe`.
+
+    Raises:
+        ConfigError: the file is absent, not TOML, or has an unknown option.
+        MissingDependencyError: Python 3.10 without tomli.
+    """
+    options = {key: value for key, value in read_toml(path).items() if key != "data"}
     known = {f.name for f in dataclasses.fields(TrainConfig)}
     for key in options:
         if key not in known:
