@@ -6,8 +6,8 @@ B batch, N tokens, M queries, H heads, d tower width, e = d / H width of one hea
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.onnx.ops import attention
 
 from dear_serve.backbone.attention import Attention, Block
 
@@ -15,6 +15,7 @@ __all__ = ["BLOCKED", "LeanAttention", "LeanBlock", "bias_from_mask"]
 
 BLOCKED = -30000.0
 """Added to an attention score whose key the query may not see: finite in fp16 too, and exp of it is exactly 0."""
+_ONNX_FLOAT = 1  # TensorProto.FLOAT: the softmax is in fp32 whatever its inputs are
 
 
 def bias_from_mask(mask: Tensor) -> Tensor:
@@ -29,8 +30,8 @@ class LeanAttention(nn.Module):
 
     Args:
         source: whose weights to take.
-        fused: through torch's scaled_dot_product_attention, which becomes one ONNX Attention (opset 23 on); otherwise
-            matrix products and a softmax, which every runtime knows.
+        fused: as one ONNX Attention (opset 23 on), which takes the projections as they are, so that no head is moved
+            to an axis of its own; otherwise matrix products and a softmax, which every runtime knows.
     """
 
     def __init__(self, source: Attention, *, fused: bool) -> None:
@@ -47,9 +48,12 @@ class LeanAttention(nn.Module):
         self.register_buffer("out_bias", source.out_proj.bias.detach())
 
     def _project(self, x: Tensor, name: str) -> Tensor:
+        """(B, N, d) -> (B, N, d), heads side by side."""
+        return x @ self.get_buffer(f"{name}_weight") + self.get_buffer(f"{name}_bias")
+
+    def _heads(self, x: Tensor, name: str) -> Tensor:
         """(B, N, d) -> (B, N, H, e)."""
-        y = x @ self.get_buffer(f"{name}_weight") + self.get_buffer(f"{name}_bias")
-        return y.unflatten(-1, (self.heads, self.head_width))
+        return self._project(x, name).unflatten(-1, (self.heads, self.head_width))
 
     def forward(self, queries: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Attend.
@@ -62,14 +66,27 @@ class LeanAttention(nn.Module):
         Returns:
             (B, M, d).
         """
-        q, v = self._project(queries, "q").transpose(1, 2), self._project(x, "v").transpose(1, 2)
-        if self.fused:
-            k = self._project(x, "k").transpose(1, 2)
-            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
-        else:
-            scores = q @ self._project(x, "k").permute(0, 2, 3, 1)
-            mixed = (scores if bias is None else scores + bias).softmax(-1) @ v
-        return mixed.transpose(1, 2).flatten(2) @ self.get_buffer("out_weight") + self.get_buffer("out_bias")
+        mixed = self._one_operator(queries, x, bias) if self.fused else self._products(queries, x, bias)
+        return mixed @ self.get_buffer("out_weight") + self.get_buffer("out_bias")
+
+    def _one_operator(self, queries: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+        q, k, v = self._project(queries, "q"), self._project(x, "k"), self._project(x, "v")
+        mixed, *_ = attention(
+            q,
+            k,
+            v,
+            attn_mask=bias,
+            q_num_heads=self.heads,
+            kv_num_heads=self.heads,
+            softmax_precision=None if q.dtype == torch.float32 else _ONNX_FLOAT,
+        )
+        return mixed
+
+    def _products(self, queries: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+        q, v = self._heads(queries, "q").transpose(1, 2), self._heads(x, "v").transpose(1, 2)
+        scores = (q @ self._heads(x, "k").permute(0, 2, 3, 1)).float()
+        weights = (scores if bias is None else scores + bias.float()).softmax(-1)
+        return (weights.to(v.dtype) @ v).transpose(1, 2).flatten(2)
 
 
 class LeanBlock(nn.Module):
