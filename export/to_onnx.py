@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,7 +24,8 @@ from dear_serve.bundle import sha256_file
 from dear_serve.config import StrictConfig
 from dear_serve.dear.model import DearModel
 from dear_serve.errors import CheckFailedError, ConfigError
-from dear_serve.io_spec import GRAPHS, GraphSpec
+from dear_serve.io_spec import ALL_GRAPHS, GraphSpec
+from export.half import to_half
 from export.wrappers import wrap
 
 __all__ = [
@@ -35,6 +36,8 @@ __all__ = [
     "WeightsInfo",
     "check_opset",
     "export_graphs",
+    "trace_graphs",
+    "write_graphs",
 ]
 
 DEFAULT_OPSET = 20
@@ -45,6 +48,7 @@ WEIGHTS_FILE = "weights.bin"
 _INLINE_BYTES = 1024  # smaller constants stay in the graph
 _PAGE = 4096  # so that large tensors can be mapped into memory
 _LINE = 64
+_TRACED = "dear.traced"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +60,8 @@ class GraphInfo(StrictConfig):
     size: int
     nodes: int
     operators: dict[str, int]
+    traced: int = 0
+    """Operations of the model before the exporter and this package made them fewer; 0 where it is not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +108,7 @@ class _WeightStore:
 def export_graphs(
     model: DearModel, class_features: Tensor, folder: Path, *, opset: int, metadata: Mapping[str, str]
 ) -> tuple[dict[str, GraphInfo], WeightsInfo]:
-    """Write every graph of `io_spec.GRAPHS` and the weights file into `folder`.
+    """Write every graph of `io_spec.ALL_GRAPHS` in fp32, and the weights file, into `folder`.
 
     Args:
         model: the adapted model, on the CPU.
@@ -115,23 +121,60 @@ def export_graphs(
         ConfigError: an opset outside `OPSETS`.
         CheckFailedError: a graph that `onnx.checker` refuses.
     """
+    return write_graphs(trace_graphs(model, class_features, opset=opset), folder, metadata)
+
+
+def trace_graphs(
+    model: DearModel, class_features: Tensor, *, opset: int, half: bool = False
+) -> Iterator[tuple[str, ir.Model]]:
+    """Every graph of `io_spec.ALL_GRAPHS` with its name, one at a time, weights in memory.
+
+    Args:
+        model: the adapted model, on the CPU.
+        class_features: adapted text features of the trained classes, (C, D), L2-normalised.
+        opset: of `OPSETS`.
+        half: in fp16 where that is safe (`export.half`); inputs and outputs stay fp32.
+
+    Raises:
+        ConfigError: an opset outside `OPSETS`.
+    """
     check_opset(opset)
     modules = wrap(model, class_features, fused=opset >= FUSED_OPSET)
+    for name, spec in ALL_GRAPHS.items():
+        module = to_half(modules[name]) if half else modules[name]
+        graph, traced = _trace(module, spec, _examples(model)[name], opset)
+        _clean(graph)
+        graph.meta[_TRACED] = traced
+        yield name, graph
+
+
+def write_graphs(
+    graphs: Iterable[tuple[str, ir.Model]], folder: Path, metadata: Mapping[str, str]
+) -> tuple[dict[str, GraphInfo], WeightsInfo]:
+    """Write graphs into `folder`, weights into one file there.
+
+    Args:
+        graphs: with their names, of `io_spec.ALL_GRAPHS`.
+        folder: exists; the graphs may not have their weights in its `WEIGHTS_FILE`.
+        metadata: stored in each graph, which adds its own name.
+
+    Raises:
+        CheckFailedError: a graph that `onnx.checker` refuses.
+    """
     infos: dict[str, GraphInfo] = {}
     with (folder / WEIGHTS_FILE).open("wb") as stream:
         store = _WeightStore(stream)
-        for name, spec in GRAPHS.items():
-            graph = _trace(modules[name], spec, _examples(model)[name], opset)
-            _clean(graph)
+        for name, graph in graphs:
+            path = folder / ALL_GRAPHS[name].file
             graph.metadata_props.update({**metadata, "dear.graph": name})
             for value in graph.graph.initializers.values():
                 tensor = value.const_value
                 if tensor is not None and tensor.nbytes >= _INLINE_BYTES:
                     value.const_value = store.add(tensor, str(value.name))
-            onnx.save(ir.serde.serialize_model(graph), folder / spec.file)
-            infos[name] = _describe(folder / spec.file, graph)
-    for spec in GRAPHS.values():
-        _check(folder / spec.file)
+            onnx.save(ir.serde.serialize_model(graph), path)
+            infos[name] = _describe(path, graph)
+    for info in infos.values():
+        _check(folder / info.file)
     weights = folder / WEIGHTS_FILE
     return infos, WeightsInfo(
         file=WEIGHTS_FILE,
@@ -156,11 +199,15 @@ def _examples(model: DearModel) -> dict[str, tuple[Tensor, ...]]:
         "classifier": pixels,
         "zero_shot_image": pixels,
         "zero_shot_text": tokens,
+        "joint": pixels,
+        "explain": pixels,
     }
 
 
-def _trace(module: nn.Module, spec: GraphSpec, inputs: tuple[Tensor, ...], opset: int) -> ir.Model:
-    """One module as an optimised graph whose inputs, outputs and dynamic axes are named as `spec` says."""
+def _trace(
+    module: nn.Module, spec: GraphSpec, inputs: tuple[Tensor, ...], opset: int
+) -> tuple[ir.Model, int]:
+    """One module as an optimised graph whose inputs, outputs and axes are named as `spec` says; operations traced."""
     dims: dict[str, Any] = {}
     for tensor in spec.inputs:
         for letter in tensor.dynamic_axes().values():
@@ -189,7 +236,9 @@ def _trace(module: nn.Module, spec: GraphSpec, inputs: tuple[Tensor, ...], opset
         raise CheckFailedError(
             f"{spec.file} came out in opset {found}; {opset} was asked for: use another --opset"
         )
-    return program.model
+    assert program.exported_program is not None
+    traced = sum(node.op == "call_function" for node in program.exported_program.graph.nodes)
+    return program.model, traced
 
 
 def _clean(model: ir.Model) -> None:
@@ -216,6 +265,7 @@ def _describe(path: Path, model: ir.Model) -> GraphInfo:
         size=path.stat().st_size,
         nodes=sum(operators.values()),
         operators=dict(sorted(operators.items())),
+        traced=model.meta.get(_TRACED, 0),
     )
 
 

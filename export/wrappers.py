@@ -5,16 +5,29 @@ B batch, N patch tokens, K attributes, L text length, d tower width, D joint wid
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dear_serve.backbone.text import TextTower, end_of_text
 from dear_serve.backbone.vision import VisionTower
+from dear_serve.dear.explain import head_shares
 from dear_serve.dear.model import DearModel
 from export.lean import LeanBlock, bias_from_mask
 
-__all__ = ["Classifier", "Fusion", "Image", "Text", "ZeroShotImage", "ZeroShotText", "wrap"]
+__all__ = [
+    "Classifier",
+    "Explain",
+    "Fusion",
+    "Image",
+    "Joint",
+    "Text",
+    "ZeroShotImage",
+    "ZeroShotText",
+    "wrap",
+]
 
 
 def _unit(x: Tensor) -> Tensor:
@@ -36,12 +49,13 @@ class _ImageTower(nn.Module):
 
     def embed(self, pixels: Tensor) -> Tensor:
         """(B, 3, S, S) -> (B, 1+N, d): a row of zeros joins in front, CLS is in the positions."""
+        pixels = pixels.to(self.patch_embedding.weight.dtype)
         patches = self.patch_embedding(pixels).flatten(2).transpose(1, 2)
         return self.ln_pre(F.pad(patches, (0, 0, 1, 0)) + self.get_buffer("position"))
 
     def feature(self, cls: Tensor) -> Tensor:
         """CLS after the last block, (B, 1, d) -> (B, D), L2-normalised."""
-        return _unit((self.ln_post(cls) @ self.get_buffer("proj")).squeeze(1))
+        return _unit((self.ln_post(cls.float()) @ self.get_buffer("proj")).squeeze(1))
 
 
 class ZeroShotImage(_ImageTower):
@@ -58,8 +72,8 @@ class ZeroShotImage(_ImageTower):
         return self.feature(self.blocks[-1](x, queries=x[:, :1]))
 
 
-class Image(_ImageTower):
-    """Graph image: the adapted tower with its masks, one constant per block that blocks anything."""
+class _AdaptedTower(_ImageTower):
+    """The adapted tower with its masks, one constant per block that blocks anything."""
 
     def __init__(self, model: DearModel, *, fused: bool) -> None:
         super().__init__(model.clip.visual, fused=fused)
@@ -77,22 +91,107 @@ class Image(_ImageTower):
             bias = None if bool(mask.all()) else bias_from_mask(mask)
             self.register_buffer(f"mask_block_{layer}", bias)
 
-    def forward(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, 3, S, S) -> (B, D), (B, K, D)."""
-        x = self.embed(pixels)
+    def trunk(self, x: Tensor) -> Tensor:
+        """Blocks 1..J-1: (B, 1+N, d) -> (B, 1+N, d)."""
         for block in self.blocks[: self.first - 1]:
             x = block(x)
-        tokens = self.get_buffer("first_tokens").expand(x.shape[0], -1, -1)
-        last = len(self.blocks)
+        return x
+
+    def adapted(self, trunk: Tensor) -> tuple[Tensor, Tensor]:
+        """Blocks J..L and what follows: (B, 1+N, d) -> (B, D), (B, K, D)."""
+        *_, (_, x) = self.inputs(trunk, len(self.blocks))
+        tokens = x[:, self.originals :]
+        bias = getattr(self, f"mask_block_{len(self.blocks)}")
+        y = self.blocks[-1](x, bias, queries=torch.cat([x[:, :1], tokens], dim=1))
+        attributes = self.ln_post(y[:, 1:].float()) @ self.get_buffer("attribute_proj")
+        return self.feature(y[:, :1]), _unit(attributes)
+
+    def inputs(self, trunk: Tensor, last: int) -> Iterator[tuple[int, Tensor]]:
+        """What enters each of the blocks J..`last`, (B, 1+N+K, d)."""
+        x, tokens = trunk, self.get_buffer("first_tokens").expand(trunk.shape[0], -1, -1)
         for layer in range(self.first, last + 1):
             joined = torch.cat([x, tokens], dim=1)
-            queries = torch.cat([x[:, :1], tokens], dim=1) if layer == last else None
-            y = self.blocks[layer - 1](joined, getattr(self, f"mask_block_{layer}"), queries=queries)
+            yield layer, joined
             if layer < last:
+                y = self.blocks[layer - 1](joined, getattr(self, f"mask_block_{layer}"))
                 x = y[:, : self.originals]
                 tokens = self.get_buffer("mixed_in") + self.keep * y[:, self.originals :]
-        attributes = self.ln_post(y[:, 1:]) @ self.get_buffer("attribute_proj")
-        return self.feature(y[:, :1]), _unit(attributes)
+
+
+class Image(_AdaptedTower):
+    """Graph image: adapted features."""
+
+    def forward(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, 3, S, S) -> (B, D), (B, K, D)."""
+        return self.adapted(self.trunk(self.embed(pixels)))
+
+
+class Joint(_AdaptedTower):
+    """Graph joint: frozen and adapted features of the same pictures; blocks 1..J-1 run once.
+
+    With the one-way mask nothing reaches CLS from the attribute tokens: its feature is the frozen one, and the joint
+    graph is the adapted graph.
+    """
+
+    def __init__(self, model: DearModel, *, fused: bool) -> None:
+        super().__init__(model, fused=fused)
+        self.one_way = model.config.mask == "one-way"
+
+    def forward(self, pixels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, 3, S, S) -> zero-shot (B, D), (B, D), (B, K, D)."""
+        x = self.trunk(self.embed(pixels))
+        cls, attributes = self.adapted(x)
+        return (cls.clone() if self.one_way else self.frozen(x)), cls, attributes
+
+    def frozen(self, trunk: Tensor) -> Tensor:
+        """Blocks J..L without attribute tokens: (B, 1+N, d) -> (B, D)."""
+        x = trunk
+        for block in self.blocks[self.first - 1 : -1]:
+            x = block(x)
+        return self.feature(self.blocks[-1](x, queries=x[:, :1]))
+
+
+class Explain(_AdaptedTower):
+    """Graph explain: where each attribute's token looks (`dear.explain`); stops at the last block that counts."""
+
+    def __init__(self, model: DearModel, *, fused: bool) -> None:
+        super().__init__(model, fused=fused)
+        shares = head_shares(model.roles, model.config.attributes)
+        counted = [layer for layer, share in enumerate(shares, self.first) if share.any()]
+        self.last = max(counted, default=self.first)
+        for layer in range(self.first, self.last + 1):
+            share = torch.from_numpy(shares[layer - self.first])  # (H, K)
+            self.register_buffer(f"share_{layer}", share.unsqueeze(-1) if layer in counted else None)
+            rows = model.get_buffer(f"mask_{layer}")[:, self.originals :]
+            self.register_buffer(f"rows_{layer}", None if bool(rows.all()) else bias_from_mask(rows))
+        self.width = len(model.config.attributes)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """(B, 3, S, S) -> (B, K, N)."""
+        parts, tail = [], pixels
+        for layer, tail in self.inputs(self.trunk(self.embed(pixels)), self.last):
+            share = getattr(self, f"share_{layer}")
+            if share is not None:
+                block = self.blocks[layer - 1]
+                assert isinstance(block, LeanBlock)
+                weights = self._weights(block, block.ln_1(tail), getattr(self, f"rows_{layer}"))
+                parts.append((weights * share).sum(1))
+        if not parts:  # no head counts for any attribute
+            return tail[:, 1 : self.originals, : self.width].transpose(1, 2) * 0.0
+        return sum(parts[1:], start=parts[0])
+
+    def _weights(self, block: LeanBlock, normed: Tensor, bias: Tensor | None) -> Tensor:
+        """Softmax weights of the attribute tokens over the patches, float32: (B, 1+N+K, d) -> (B, H, K, N)."""
+        attention = block.attention
+        q, k = (
+            (x @ attention.get_buffer(f"{name}_weight") + attention.get_buffer(f"{name}_bias")).unflatten(
+                -1, (attention.heads, attention.head_width)
+            )
+            for name, x in (("q", normed[:, self.originals :]), ("k", normed))
+        )
+        scale = attention.head_width**-0.5 if attention.fused else 1.0  # otherwise it is in the projection
+        scores = (q.transpose(1, 2) @ k.permute(0, 2, 3, 1)).float() * scale
+        return (scores if bias is None else scores + bias.float()).softmax(-1)[..., 1 : self.originals]
 
 
 class _TextTower(nn.Module):
@@ -120,7 +219,7 @@ class _TextTower(nn.Module):
         rows = torch.arange(x.shape[0])
         ends = x[rows, position].unsqueeze(1)
         seen = bias[position].unsqueeze(1).unsqueeze(1)  # (B, 1, 1, L)
-        y = self.ln_final(self.blocks[-1](x, seen, queries=ends)) @ self.get_buffer("proj")
+        y = self.ln_final(self.blocks[-1](x, seen, queries=ends).float()) @ self.get_buffer("proj")
         return _unit(y.squeeze(1))
 
 
@@ -208,7 +307,7 @@ class Classifier(nn.Module):
 
 
 def wrap(model: DearModel, class_features: Tensor, *, fused: bool) -> dict[str, nn.Module]:
-    """One module per graph of `io_spec.GRAPHS`, in evaluation mode.
+    """One module per graph of `io_spec.ALL_GRAPHS`, in evaluation mode.
 
     Args:
         model: the adapted model.
@@ -222,5 +321,7 @@ def wrap(model: DearModel, class_features: Tensor, *, fused: bool) -> dict[str, 
         "classifier": Classifier(model, class_features, fused=fused),
         "zero_shot_image": ZeroShotImage(model, fused=fused),
         "zero_shot_text": ZeroShotText(model, fused=fused),
+        "joint": Joint(model, fused=fused),
+        "explain": Explain(model, fused=fused),
     }
     return {name: module.eval() for name, module in modules.items()}
