@@ -137,3 +137,52 @@ def test_check_notices_other_weights_and_other_figures(tmp_path):
 def test_command_line_errors(tmp_path, capsys):
     assert module.main(["--out", str(tmp_path / "none"), "--ship"]) == 2
     assert "pretrain first" in capsys.readouterr().err
+
+
+def test_a_second_phase_starts_from_the_first_ones_weights(tmp_path, monkeypatch):
+    pretrain(TINY, tmp_path / "first", every=4, pictures=20)
+    saved = torch.load(tmp_path / "first" / "last.pt", weights_only=True)["model"]
+    seen = []
+    real = module.batch_loss
+    monkeypatch.setattr(
+        module,
+        "batch_loss",
+        lambda clip, *rest: (
+            seen.append({k: v.clone() for k, v in clip.state_dict().items()}) or real(clip, *rest)
+        ),
+    )
+    second = PretrainConfig(steps=2, batch_size=8, warmup=2, n_objects=12, quiet=1.0, texture=2.0)
+    pretrain(second, tmp_path / "second", start=tmp_path / "first" / "last.pt", every=2, pictures=20)
+    assert all(torch.equal(v, seen[0][k]) for k, v in saved.items())
+    found = torch.load(tmp_path / "second" / "last.pt", weights_only=True)
+    assert len(found["config"]["start"]) == 64
+    with pytest.raises(ConfigError, match="choose another --out"):  # the same options, other first weights
+        pretrain(second, tmp_path / "second", every=2, pictures=20)
+    with pytest.raises(ConfigError, match=r"none\.pt does not exist"):
+        pretrain(second, tmp_path / "third", start=tmp_path / "none.pt")
+
+
+def test_the_quiet_penalty_is_the_class_tokens_early_variance():
+    from dear_serve.backbone.clip import Clip
+    from dear_serve.backbone.weights import clip_config
+
+    torch.manual_seed(0)
+    three = {**module.MINI, "vision_cfg": {**module.MINI["vision_cfg"], "layers": 3}}  # J is 3
+    clip = Clip(clip_config(three, name="dear-mini", preprocess=PREPROCESS))
+    batch = Batches(TINY)[0]
+    with torch.no_grad():
+        plain, known = module.batch_loss(clip, batch, TINY)
+        quiet, again = module.batch_loss(clip, batch, PretrainConfig(**{**TINY.to_dict(), "quiet": 0.5}))
+        assert known == pytest.approx(again)
+        assert known > 0
+        assert quiet.item() == pytest.approx(plain.item() + 0.5 * known, rel=1e-5)
+        for block in clip.visual.blocks[:2]:  # nothing is added before J: one class token for all
+            block.attention.out_proj.weight.zero_()
+            block.mlp[2].weight.zero_()
+        _, silent = module.batch_loss(clip, batch, TINY)
+    assert silent == pytest.approx(0, abs=1e-6)
+
+
+def test_weights_of_the_caption_groups():
+    assert PretrainConfig().group_weights == (1.0, 1.0, 0.5, 0.5, 0.5, 0.5)
+    assert PretrainConfig(texture=2.0).group_weights == (1.0, 1.0, 0.5, 0.5, 2.0, 0.5)
