@@ -1,69 +1,40 @@
 """The training loop: AdamW on the adapter alone, cosine rate after one warm-up epoch, resumable bit for bit.
 
 What a step does follows from the seed and the step's number alone (order, views) and from the state file (weights,
-moments), so a run that was stopped and goes on gives the same numbers as one that wasn't.
+moments), so a run that was stopped and goes on gives the same numbers as one that wasn't. Several processes share a
+step's pictures and classes (`training.distributed`).
 
-B batch, C classes, M templates, L text length, d tower width, D joint width.
+B batch, K attributes, C classes, d tower width, D joint width.
 """
 
 from __future__ import annotations
 
-import json
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from dear_serve.backbone.text import end_of_text
 from dear_serve.dear.model import DearModel
-from dear_serve.errors import CheckFailedError, ConfigError, DearError
-from dear_serve.labels import fill
-from dear_serve.tokenizer import Tokenizer, token_lengths
+from dear_serve.errors import CheckFailedError, DearError
 from training.cache import PlainTrunks
 from training.config import TrainConfig
 from training.losses import Features, Losses, dear_loss
+from training.memory import activation_bytes, chunk_size, in_chunks
+from training.state import load_state, save_state
+from training.text_side import TextSide
 
 __all__ = ["COLUMNS", "Fit", "TextSide", "rate"]
 
 COLUMNS = ("loss", "cross_entropy", "image_reg", "text_reg", "fusion_reg", "alpha_cls")
 """Columns of `Fit.history`, one row a step."""
 
-
-class TextSide:
-    """The trained classes' prompts, cut to the longest end-of-text, through the frozen text blocks once.
-
-    Args:
-        model: gives the frozen blocks.
-        tokenizer: of the base.
-        names: C class names.
-        templates: M texts with one {}; a class feature is the normalised mean over them (as in `labels`).
-    """
-
-    def __init__(
-        self, model: DearModel, tokenizer: Tokenizer, names: Sequence[str], templates: Sequence[str]
-    ) -> None:
-        tokens = tokenizer([fill(template, name) for name in names for template in templates])
-        cut = torch.from_numpy(np.ascontiguousarray(tokens[:, : int(token_lengths(tokens).max())]))
-        cut = cut.to(model.clip.logit_scale.device)
-        self.templates = len(templates)
-        self.position = end_of_text(cut)
-        with torch.no_grad():
-            self.trunk = model.text_trunk(cut)  # (C*M, L, d)
-            self.frozen = self._ensemble(model.zero_shot_text(cut))  # (C, D)
-
-    def features(self, model: DearModel) -> Tensor:
-        """g, (C, D), L2-normalised, with gradients to the text tokens."""
-        return self._ensemble(model.text_head(self.trunk, self.position))
-
-    def _ensemble(self, features: Tensor) -> Tensor:
-        return F.normalize(features.unflatten(0, (-1, self.templates)).mean(1), dim=-1)
+_SAVE_EVERY = 60.0  # seconds: a long epoch is not lost as a whole
+_NAMED = 64  # pictures that an error lists
 
 
 def rate(step: int, *, per_epoch: int, epochs: int, peak: float) -> float:
@@ -88,7 +59,7 @@ class Fit:
         model: to train, in place; only its adapter changes.
         trunks: the training pictures.
         labels: class index of each picture.
-        text: the trained classes.
+        text: the trained classes, and how the steps are computed.
         config: epochs, rate, batch size, weights of the loss.
         seed: of order and views. (The adapter's initial values are the model's own business.)
     """
@@ -104,6 +75,7 @@ class Fit:
         seed: int,
     ) -> None:
         self.model, self.trunks, self.text, self.config, self.seed = model, trunks, text, config, seed
+        self.execution = text.execution
         self.labels = torch.tensor(labels, dtype=torch.int64, device=model.clip.logit_scale.device)
         self.named = {n: p for n, p in model.named_parameters() if not n.startswith("clip.")}
         decayed = [p for n, p in self.named.items() if not n.startswith("fusion.")]
@@ -134,7 +106,7 @@ class Fit:
         on_step: Callable[[int, float], None] | None = None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Train to the end, from `state` if that file is there; it is written after each epoch.
+        """Train to the end, from `state` if that file is there; it is written after each epoch and once a minute.
 
         Args:
             state: a safetensors file.
@@ -144,18 +116,22 @@ class Fit:
 
         Raises:
             DearError: code "stopped", after the state was saved, because `should_stop` said so.
-            CheckFailedError: a loss that isn't a finite number; the state is that of the last whole epoch.
+            CheckFailedError: a loss or gradient that isn't finite; the state is one of an earlier step.
             ConfigError: the state is of another run.
+            DataError: the state cannot be written.
         """
         if state.is_file():
             self._load(state, identity)
+        saved = time.monotonic()
         for step in range(len(self.history), self.steps):
             losses = self.step(step)
             if on_step is not None:
                 on_step(step + 1, losses["loss"])
-            stop = should_stop()
-            if stop or (step + 1) % self.per_epoch == 0:
+            stop = self.execution.world.any(should_stop())
+            late = time.monotonic() - saved > _SAVE_EVERY
+            if self.execution.world.first and (stop or late or (step + 1) % self.per_epoch == 0):
                 self._save(state, identity)
+                saved = time.monotonic()
             if stop:
                 raise DearError(
                     f"stopped after step {step + 1} of {self.steps}; go on with --resume", code="stopped"
@@ -164,35 +140,80 @@ class Fit:
     def step(self, step: int) -> dict[str, float]:
         """One optimiser step; the parts of its loss by name."""
         batch = self._batch(step)
-        trunk, frozen = self.trunks.batch(batch.indices, batch.views)
-        losses = self._losses(trunk, frozen, self.labels[batch.indices])
+        losses = self._losses(batch)
         alpha_cls = float(self.model.fusion.alpha[0].detach())
         numbers = losses.numbers() | {"alpha_cls": alpha_cls}
         if not math.isfinite(numbers["loss"]):
-            names = ", ".join(str(self.trunks.paths[i]) for i in batch.indices[:8])
-            raise CheckFailedError(
-                f"the loss of step {step + 1} is {numbers['loss']}; lower --lr. Its pictures: {names}…",
-                code="loss_not_finite",
-            )
+            raise self._not_finite(f"the loss of step {step + 1} is {numbers['loss']}", batch)
         for group in self.optimizer.param_groups:
             group["lr"] = rate(step, per_epoch=self.per_epoch, epochs=self.config.epochs, peak=self.config.lr)
         self.optimizer.zero_grad(set_to_none=True)
         losses.total.backward()
+        self.execution.world.average_gradients(self.named.values())
+        norm = torch.nn.utils.get_total_norm(
+            [p.grad for p in self.named.values() if p.grad is not None and p.numel()]
+        )
+        if not math.isfinite(norm):  # the step would spoil the weights, and the state with them
+            raise self._not_finite(f"the gradient of step {step + 1} is {float(norm)}", batch)
         self.optimizer.step()
         self.history.append([numbers[c] for c in COLUMNS])
         return numbers
 
-    def _losses(self, trunk: Tensor, frozen: Tensor, labels: Tensor) -> Losses:
-        cls, attributes = self.model.image_head(trunk)
+    def _not_finite(self, what: str, batch: _Batch) -> CheckFailedError:
+        names = ", ".join(str(self.trunks.paths[i]) for i in batch.indices[:_NAMED])
+        more = len(batch.indices) - _NAMED
+        return CheckFailedError(
+            f"{what}; lower --lr. Its pictures: {names}{f' and {more} more' if more > 0 else ''}",
+            code="loss_not_finite",
+        )
+
+    def _losses(self, batch: _Batch) -> Losses:
+        cls, attributes, frozen = self._images(batch)
         text = self.text.features(self.model)
         logits, _ = self.model.fuse(cls, attributes, text)
         return dear_loss(
             logits,
-            labels,
-            Features(cls=cls, frozen_cls=frozen, text=text, frozen_text=self.text.frozen),
+            self.labels[batch.indices],
+            Features(
+                cls=cls,
+                frozen_cls=frozen,
+                text=text,
+                frozen_text=self.text.frozen,
+                attributes=self.model.fusion.attribute_side(attributes) if self.config.attribute_reg else None,
+            ),
             alpha_cls=self.model.fusion.alpha[0],
             reg=self.config.reg,
             fusion_reg=self.config.fusion_reg,
+            attribute_reg=self.config.attribute_reg,
+        )
+
+    def _images(self, batch: _Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """f_cls (B, D), f_k (B, K, D) and frozen f_cls (B, D) of the batch; each process computes its share."""
+        world, count = self.execution.world, len(batch.indices)
+        share = world.share(count)
+        trunk, frozen = self.trunks.batch([batch.indices[i] for i in share], [batch.views[i] for i in share])
+
+        def run(part: Tensor) -> tuple[Tensor, Tensor]:
+            with self.execution.autocast(part.device):
+                return self.model.image_head(part)
+
+        size = chunk_size(len(trunk), self._picture_bytes, keep=self.execution.keep)
+        cls, attributes = in_chunks(run, trunk, size)
+        return (
+            world.gather(cls.float(), count),
+            world.gather(attributes.float(), count),
+            world.gather(frozen, count),
+        )
+
+    @property
+    def _picture_bytes(self) -> int:
+        """Estimated, that autograd keeps of one picture."""
+        vision, config = self.model.clip.config.vision, self.model.config
+        return activation_bytes(
+            vision,
+            tokens=self.model.originals + len(config.attributes),
+            blocks=vision.layers - config.first_block + 1,
+            item=2 if self.execution.precision == "bf16" else 4,
         )
 
     def _batch(self, step: int) -> _Batch:
@@ -213,25 +234,10 @@ class Fit:
             tensors[f"parameter.{name}"] = parameter.detach()
             tensors[f"mean.{name}"] = moments.get("exp_avg", torch.zeros_like(parameter))
             tensors[f"square.{name}"] = moments.get("exp_avg_sq", torch.zeros_like(parameter))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        plain = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-        save_file(plain, str(partial), metadata={"identity": identity})
-        partial.replace(path)
+        save_state(path, tensors, identity=identity)
 
     def _load(self, path: Path, identity: str) -> None:
-        try:
-            with safe_open(str(path), framework="pt") as stored:
-                found = (stored.metadata() or {}).get("identity", "")
-                tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 (no mapping)
-        except SafetensorError as error:
-            raise ConfigError(f"{path} cannot be read ({error}); start again without --resume") from error
-        if found != identity:
-            raise ConfigError(
-                f"the stopped run was another one: {_differences(found, identity)}; "
-                "use its options, or start again without --resume",
-                field="resume",
-            )
+        tensors = load_state(path, identity=identity)
         self.history = tensors["history"].tolist()
         with torch.no_grad():
             for name, parameter in self.named.items():
@@ -241,12 +247,3 @@ class Fit:
                     "exp_avg": tensors[f"mean.{name}"].to(parameter.device),
                     "exp_avg_sq": tensors[f"square.{name}"].to(parameter.device),
                 }
-
-
-def _differences(old: str, new: str) -> str:
-    """What differs between two identities, JSON tables as `training.run` makes them."""
-    try:
-        a, b = json.loads(old), json.loads(new)
-        return ", ".join(f"{k} was {a.get(k)!r} and is {v!r}" for k, v in b.items() if a.get(k) != v)
-    except (ValueError, AttributeError):
-        return f"{old[:80]!r} against {new[:80]!r}"

@@ -89,3 +89,47 @@ def train_set(tmp_path_factory: pytest.TempPathFactory, tiny_clip_config) -> Tra
         dear=DearConfig(),
     )
     return TrainSet(base=base.name, pictures=pictures, config=config)
+
+
+@pytest.fixture(scope="session")
+def prepared(train_set: TrainSet):
+    """The tiny base, ready to train."""
+    from training.prepare import prepare
+
+    return prepare(train_set.config)
+
+
+@pytest.fixture(scope="session")
+def task(train_set: TrainSet):
+    """Four classes of four pictures."""
+    from training.data import PictureCheck, load_data, make_task
+
+    return make_task(
+        load_data(train_set.pictures), protocol="few-shot", shots=4, seed=1, check=PictureCheck()
+    )
+
+
+@pytest.fixture(scope="session")
+def make_fit(prepared, task):
+    """make_fit(config, cache=, seed=, execution=, prepared=): a run on `task`, before its first step."""
+    from training.cache import CachedTrunks, PlainTrunks
+    from training.loop import Fit, TextSide
+    from training.prepare import build_model
+
+    own = prepared
+
+    def make(config, *, cache=None, seed=1, execution=None, prepared=own):
+        model = build_model(prepared, seed)
+        paths = [item.path for item in task.train]
+        if cache is None:
+            trunks = PlainTrunks(model, paths, config.augmentation)
+        else:
+            trunks = CachedTrunks(
+                model, paths, config.augmentation, base_sha256=prepared.base.sha256, folder=cache
+            )
+            trunks.fill(limit=10**9)
+        text = TextSide(model, prepared.tokenizer, task.class_names, prepared.templates, execution=execution)
+        labels = [item.label for item in task.train]
+        return Fit(model, trunks=trunks, labels=labels, text=text, config=config, seed=seed)
+
+    return make

@@ -9,45 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from dear_serve.errors import CheckFailedError, ConfigError, DataError, DearError
-from training.cache import CachedTrunks, PlainTrunks, view_pixels
-from training.config import Augmentation
-from training.data import PictureCheck, load_data, make_task
-from training.loop import COLUMNS, Fit, TextSide, rate
-from training.prepare import build_model, prepare
-
-
-@pytest.fixture(scope="module")
-def prepared(train_set):
-    return prepare(train_set.config)
-
-
-@pytest.fixture(scope="module")
-def task(train_set):
-    return make_task(
-        load_data(train_set.pictures), protocol="few-shot", shots=4, seed=1, check=PictureCheck()
-    )
-
-
-def make_fit(prepared, task, config, *, cache=None, seed=1):
-    model = build_model(prepared, seed)
-    paths = [item.path for item in task.train]
-    if cache is None:
-        trunks = PlainTrunks(model, paths, config.augmentation)
-    else:
-        trunks = CachedTrunks(
-            model, paths, config.augmentation, base_sha256=prepared.base.sha256, folder=cache
-        )
-        trunks.fill(limit=10**9)
-    return Fit(
-        model,
-        trunks=trunks,
-        labels=[item.label for item in task.train],
-        text=TextSide(model, prepared.tokenizer, task.class_names, prepared.templates),
-        config=config,
-        seed=seed,
-    )
-
+from dear_serve.errors import CheckFailedError, ConfigError, DearError
+from training.loop import COLUMNS, rate
+from training.prepare import prepare
 
 _number = itertools.count()
 
@@ -65,36 +29,36 @@ GOLDEN = [
 ]  # fmt: skip
 
 
-def test_golden_losses(prepared, task, train_set, tmp_path):
+def test_golden_losses(make_fit, train_set, tmp_path):
     """Twenty-one steps of a fixed seed, so that no change of the method goes unnoticed."""
-    found = losses(make_fit(prepared, task, replace(train_set.config, epochs=7)), tmp_path)
+    found = losses(make_fit(replace(train_set.config, epochs=7)), tmp_path)
     assert found == pytest.approx(GOLDEN, abs=1e-4)
 
 
-def test_the_cache_changes_no_loss(prepared, task, train_set, tmp_path):
-    plain = losses(make_fit(prepared, task, train_set.config), tmp_path)
-    cached = losses(make_fit(prepared, task, train_set.config, cache=tmp_path / "cache"), tmp_path)
-    again = losses(make_fit(prepared, task, train_set.config, cache=tmp_path / "cache"), tmp_path)
+def test_the_cache_changes_no_loss(make_fit, train_set, tmp_path):
+    plain = losses(make_fit(train_set.config), tmp_path)
+    cached = losses(make_fit(train_set.config, cache=tmp_path / "cache"), tmp_path)
+    again = losses(make_fit(train_set.config, cache=tmp_path / "cache"), tmp_path)
     assert np.abs(plain - cached).max() <= 1e-5
     assert (cached == again).all()
 
 
-def test_seeds_differ_and_repeat(prepared, task, train_set, tmp_path):
-    first = losses(make_fit(prepared, task, train_set.config, seed=1), tmp_path)
-    assert (losses(make_fit(prepared, task, train_set.config, seed=1), tmp_path) == first).all()
-    assert (losses(make_fit(prepared, task, train_set.config, seed=2), tmp_path) != first).any()
+def test_seeds_differ_and_repeat(make_fit, train_set, tmp_path):
+    first = losses(make_fit(train_set.config, seed=1), tmp_path)
+    assert (losses(make_fit(train_set.config, seed=1), tmp_path) == first).all()
+    assert (losses(make_fit(train_set.config, seed=2), tmp_path) != first).any()
 
 
 @pytest.mark.parametrize("stop_at", [1, 4, 8])
-def test_resumed_equals_uninterrupted(prepared, task, train_set, tmp_path, stop_at):
-    whole = make_fit(prepared, task, train_set.config)
+def test_resumed_equals_uninterrupted(make_fit, train_set, tmp_path, stop_at):
+    whole = make_fit(train_set.config)
     whole.run(tmp_path / "whole.safetensors")
     state = tmp_path / "stopped.safetensors"
-    stopped = make_fit(prepared, task, train_set.config)
+    stopped = make_fit(train_set.config)
     with pytest.raises(DearError, match=f"step {stop_at} of 9") as raised:
         stopped.run(state, should_stop=lambda: len(stopped.history) == stop_at)
     assert (raised.value.code, raised.value.exit_code) == ("stopped", 1)
-    resumed = make_fit(prepared, task, train_set.config)
+    resumed = make_fit(train_set.config)
     seen = []
     resumed.run(state, on_step=lambda done, loss: seen.append(done))
     assert seen == list(range(stop_at + 1, 10))
@@ -104,18 +68,18 @@ def test_resumed_equals_uninterrupted(prepared, task, train_set, tmp_path, stop_
     assert state.read_bytes() == (tmp_path / "whole.safetensors").read_bytes()
 
 
-def test_a_state_of_another_run_is_refused(prepared, task, train_set, tmp_path):
+def test_a_state_of_another_run_is_refused(make_fit, train_set, tmp_path):
     state = tmp_path / "state.safetensors"
-    make_fit(prepared, task, train_set.config).run(state, identity='{"lr": 1, "reg": 2}')
+    make_fit(train_set.config).run(state, identity='{"lr": 1, "reg": 2}')
     with pytest.raises(ConfigError, match="lr was 1 and is 3"):
-        make_fit(prepared, task, train_set.config).run(state, identity='{"lr": 3, "reg": 2}')
+        make_fit(train_set.config).run(state, identity='{"lr": 3, "reg": 2}')
     state.write_bytes(b"broken")
     with pytest.raises(ConfigError, match="cannot be read"):
-        make_fit(prepared, task, train_set.config).run(state)
+        make_fit(train_set.config).run(state)
 
 
-def test_only_the_adapter_learns(prepared, task, train_set, tmp_path):
-    fit = make_fit(prepared, task, train_set.config)
+def test_only_the_adapter_learns(make_fit, train_set, tmp_path):
+    fit = make_fit(train_set.config)
     frozen = {n: t.clone() for n, t in fit.model.clip.state_dict().items()}
     before = {n: t.clone() for n, t in fit.model.adapter_state().items()}
     fit.run(tmp_path / "s.safetensors")
@@ -126,10 +90,10 @@ def test_only_the_adapter_learns(prepared, task, train_set, tmp_path):
     assert all(p.grad is None for p in fit.model.clip.parameters())
 
 
-def test_all_generalization_keeps_the_class_feature(train_set, task, tmp_path):
+def test_all_generalization_keeps_the_class_feature(make_fit, train_set, tmp_path):
     """method.md §3: attribute tokens that no original sees cannot change CLS, before or after training."""
     config = replace(train_set.config, roles="generalization", reg=0.0)
-    fit = make_fit(prepare(config), task, config)
+    fit = make_fit(config, prepared=prepare(config))
     trunk, frozen = fit.trunks.batch(range(8), [0] * 8)
     for _ in range(2):
         with torch.inference_mode():
@@ -139,8 +103,8 @@ def test_all_generalization_keeps_the_class_feature(train_set, task, tmp_path):
         fit.run(tmp_path / "s.safetensors")
 
 
-def test_a_loss_that_is_not_finite_names_the_step_and_the_pictures(prepared, task, train_set, tmp_path):
-    fit = make_fit(prepared, task, train_set.config)
+def test_a_loss_that_is_not_finite_names_the_step_and_the_pictures(make_fit, train_set, tmp_path):
+    fit = make_fit(train_set.config)
     with torch.no_grad():
         fit.model.attribute_projection.fill_(float("nan"))
     with pytest.raises(CheckFailedError, match=r"step 1 is nan.*\.png"):
@@ -148,8 +112,8 @@ def test_a_loss_that_is_not_finite_names_the_step_and_the_pictures(prepared, tas
     assert not (tmp_path / "s.safetensors").exists()
 
 
-def test_every_epoch_shows_every_picture_once_and_views_in_turn(prepared, task, train_set):
-    fit = make_fit(prepared, task, train_set.config)
+def test_every_epoch_shows_every_picture_once_and_views_in_turn(make_fit, task, train_set):
+    fit = make_fit(train_set.config)
     seen = {}
     for step in range(fit.steps):
         batch = fit._batch(step)
@@ -167,11 +131,11 @@ def test_rate():
     assert rate(0, per_epoch=4, epochs=1, peak=1.0) == 1.0
 
 
-def test_class_features_are_those_of_the_labels_module(prepared, task, train_set):
+def test_class_features_are_those_of_the_labels_module(make_fit, prepared, task, train_set):
     """The loop's cut, cached text side against `labels.class_features`, which serving uses."""
     from dear_serve.labels import class_features
 
-    fit = make_fit(prepared, task, train_set.config)
+    fit = make_fit(train_set.config)
     encode = {
         True: fit.model.text_features,
         False: fit.model.zero_shot_text,
@@ -187,67 +151,8 @@ def test_class_features_are_those_of_the_labels_module(prepared, task, train_set
             assert np.abs(ours.numpy() - expected).max() <= 1e-6
 
 
-# --- cache ----------------------------------------------------------------------------------------
-
-
-def cached(prepared, task, folder, **augmentation):
-    model = build_model(prepared, 1)
-    paths = [item.path for item in task.train]
-    return CachedTrunks(
-        model, paths, Augmentation(**augmentation), base_sha256=prepared.base.sha256, folder=folder
-    )
-
-
-def test_cut_off_cache_files_are_computed_again(prepared, task, tmp_path):
-    trunks = cached(prepared, task, tmp_path, views=2)
-    trunks.fill(limit=10**9)
-    whole = trunks.batch([0, 1, 2], [0, 1, 0])
-    files = sorted(tmp_path.rglob("*.npy"))
-    assert len(files) == len(task.train)
-    assert sum(f.stat().st_size - 128 for f in files) == trunks.size  # 128: header
-    contents = [f.read_bytes() for f in files]
-    files[0].write_bytes(contents[0][:200])
-    files[1].write_bytes(b"")
-    files[2].unlink()
-    again = cached(prepared, task, tmp_path, views=2)
-    again.fill(limit=10**9)
-    assert [f.read_bytes() for f in files] == contents
-    assert all(torch.equal(a, b) for a, b in zip(whole, again.batch([0, 1, 2], [0, 1, 0]), strict=True))
-
-
-def test_other_runs_make_room(prepared, task, tmp_path):
-    old = cached(prepared, task, tmp_path, views=2)
-    old.fill(limit=10**9)
-    new = cached(prepared, task, tmp_path, views=3)
-    new.fill(limit=new.size + old.size // 2)
-    left = list(old.folder.rglob("*.npy"))
-    assert 0 < len(left) <= len(task.train) // 2
-    assert len(list(new.folder.rglob("*.npy"))) == len(task.train)
-
-
-def test_a_cache_that_cannot_be_written(prepared, task, tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="--no-cache"):
-        cached(prepared, task, tmp_path / "file", views=1).fill(limit=10**9)
-
-
-def test_views(task, prepared):
-    data = task.train[0].path.read_bytes()
-    config = prepared.base.config.preprocess
-    augmentation = Augmentation(views=4, crop=(0.5, 1.0))
-    views = [view_pixels(data, v, augmentation, config) for v in range(4)]
-    assert all(v.shape == (3, 32, 32) and v.dtype == np.float32 for v in views)
-    assert all(not np.array_equal(views[0], v) for v in views[1:])
-    assert np.array_equal(views[2], view_pixels(data, 2, augmentation, config))
-    flipped = [view_pixels(data, v, replace(augmentation, flip=True), config) for v in range(1, 9)]
-    plain = [view_pixels(data, v, augmentation, config) for v in range(1, 9)]
-    mirrored = [np.abs(f - p[:, :, ::-1]).max() < 1e-6 for f, p in zip(flipped, plain, strict=True)]
-    assert any(mirrored)
-    assert not all(mirrored)
-
-
-def test_columns_are_the_history(prepared, task, train_set):
-    fit = make_fit(prepared, task, train_set.config)
+def test_columns_are_the_history(make_fit, train_set):
+    fit = make_fit(train_set.config)
     numbers = fit.step(0)
     assert fit.history == [[numbers[c] for c in COLUMNS]]
     assert numbers["alpha_cls"] == pytest.approx(0.7)
