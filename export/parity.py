@@ -15,9 +15,10 @@ import numpy.typing as npt
 import torch
 
 from dear_serve.config import StrictConfig
+from dear_serve.dear.explain import attention_maps
 from dear_serve.dear.model import DearModel
 from dear_serve.errors import CheckFailedError
-from dear_serve.io_spec import DYNAMIC, GRAPHS, TensorSpec
+from dear_serve.io_spec import ALL_GRAPHS, DYNAMIC, TensorSpec
 from dear_serve.runtime.onnx_header import TensorHeader, read_header
 from export.samples import Samples
 
@@ -83,7 +84,7 @@ def check_graphs(
     """Check every graph in `folder`.
 
     Args:
-        folder: with the files of `io_spec.GRAPHS`.
+        folder: with the files of `io_spec.ALL_GRAPHS`.
         model: the reference, on the CPU.
         class_features: adapted text features of the trained classes, (C, D).
         samples: what to feed.
@@ -96,9 +97,9 @@ def check_graphs(
     _raise(mismatches)  # values of a graph with another signature cannot be compared
     cases = _Cases(model, class_features, samples)
     report: dict[str, GraphParity] = {}
-    for name in GRAPHS:
+    for name in ALL_GRAPHS:
         score = _Score(tolerance=cases.tolerance(name))
-        run = _runner(folder / GRAPHS[name].file)
+        run = _runner(folder / ALL_GRAPHS[name].file)
         lengths: set[int] = set()
         for case in cases.of(name):
             lengths |= {case.length} if case.length else set()
@@ -137,7 +138,7 @@ def _raise(mismatches: list[Mismatch]) -> None:
 def signature_mismatches(folder: Path, sizes: Mapping[str, int]) -> list[Mismatch]:
     """What is wrong with names, types and axes of the graphs' inputs and outputs."""
     found: list[Mismatch] = []
-    for name, spec in GRAPHS.items():
+    for name, spec in ALL_GRAPHS.items():
         inputs, outputs = read_header(folder / spec.file)
         found += _tensors(name, "input", spec.inputs, inputs, sizes)
         found += _tensors(name, "output", spec.outputs, outputs, sizes)
@@ -196,12 +197,15 @@ class _Cases:
             cls, attributes = torch.cat([r[0] for r in rows]), torch.cat([r[1] for r in rows])
             logits, _ = model.fuse(cls, attributes, class_features)
             frozen = torch.cat([model.zero_shot_image(p) for p in torch.from_numpy(self._pixels).split(16)])
+            maps = torch.cat([attention_maps(model, p) for p in torch.from_numpy(self._pixels).split(16)])
             tokens = torch.from_numpy(samples.tokens)
             text, frozen_text = model.text_features(tokens), model.zero_shot_text(tokens)
         self._image = {
             "image": (cls.numpy(), attributes.numpy()),
             "classifier": (logits.numpy(),),
             "zero_shot_image": (frozen.numpy(),),
+            "joint": (frozen.numpy(), cls.numpy(), attributes.numpy()),
+            "explain": (maps.numpy(),),
         }
         self._text = {"text": (text.numpy(),), "zero_shot_text": (frozen_text.numpy(),)}
         self._classes = classes
@@ -245,7 +249,7 @@ class _Cases:
                 with torch.inference_mode():
                     arrays = (cls[rows], attributes[rows], bank)
                     expected = self._model.fuse(*(torch.from_numpy(a) for a in arrays))
-                names = (t.name for t in GRAPHS["fusion"].inputs)
+                names = (t.name for t in ALL_GRAPHS["fusion"].inputs)
                 yield _Case(
                     label=f"batch {size}, {len(bank)} classes",
                     inputs=dict(zip(names, arrays, strict=True)),
@@ -273,7 +277,7 @@ def _runner(path: Path) -> Runner:
 def _compare(graph: str, case: _Case, outputs: list[Array], score: _Score) -> None:
     """Shapes, finiteness and values of one run; what is wrong goes into `score`."""
     score.rows += len(next(iter(case.inputs.values())))
-    for spec, expected, found in zip(GRAPHS[graph].outputs, case.expected, outputs, strict=True):
+    for spec, expected, found in zip(ALL_GRAPHS[graph].outputs, case.expected, outputs, strict=True):
         where = f"{spec.name} at {case.label}"
         if found.shape != expected.shape or found.dtype != expected.dtype:
             text = f"{where} is {found.dtype} {found.shape}; torch gives {expected.dtype} {expected.shape}"
@@ -292,7 +296,7 @@ def _compare(graph: str, case: _Case, outputs: list[Array], score: _Score) -> No
             score.mismatches.append(Mismatch(graph, text))
         if spec.name == "logits":
             _rank(graph, where, expected, found, score)
-        elif spec.name != "contributions":
+        elif spec.name not in ("attention", "contributions"):
             _angles(graph, where, expected, found, score)
 
 

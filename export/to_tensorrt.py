@@ -17,7 +17,7 @@ from typing import Any
 from dear_serve.bundle import Bundle, sha256_file
 from dear_serve.config import StrictConfig
 from dear_serve.errors import BundleError, CheckFailedError, ConfigError, MissingDependencyError
-from dear_serve.io_spec import GRAPHS
+from dear_serve.io_spec import ALL_GRAPHS
 from dear_serve.manifest import Manifest
 from dear_serve.runtime.onnx_engine import graph_sizes
 
@@ -101,7 +101,7 @@ def profiles(manifest: Manifest, batches: tuple[int, int, int]) -> dict[str, Pro
     }
     sizes = graph_sizes(manifest)
     result: dict[str, Profile] = {}
-    for name, spec in GRAPHS.items():
+    for name, spec in ALL_GRAPHS.items():
         result[name] = {}
         for tensor in spec.inputs:
             low, usual, high = (
@@ -176,7 +176,7 @@ def build_engines(bundle: Bundle, batches: tuple[int, int, int]) -> Bundle:
         CheckFailedError: TensorRT refuses a graph.
     """
     trt, gpu = require_tensorrt()
-    graphs = {name: bundle.file(f"onnx/{spec.file}") for name, spec in GRAPHS.items()}
+    graphs = {name: bundle.file(f"onnx/{spec.file}") for name, spec in ALL_GRAPHS.items()}
     weights = bundle.manifest.files["onnx/weights.bin"].sha256
     shapes = profiles(bundle.manifest, batches)
 

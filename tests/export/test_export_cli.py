@@ -21,7 +21,7 @@ def test_table_of_an_export(copy: Path, monkeypatch, capsys, exported) -> None:
     monkeypatch.setattr(pipeline, "export_bundle", lambda *args, **kwargs: (bundle, report))
     assert cli.main([str(copy)]) == 0
     out = capsys.readouterr().out
-    assert [line.split()[0] for line in out.splitlines()[1:7]] == list(report.parity)
+    assert [line.split()[0] for line in out.splitlines()[1:9]] == list(report.parity)
     assert "batches 1, 2, 3, 7, 64" in out
     assert "MB saved by sharing weights" in out
 

@@ -15,11 +15,12 @@ from onnx import numpy_helper
 from dear_serve.backbone.clip import Clip
 from dear_serve.bundle import Bundle
 from dear_serve.config import ClipConfig
+from dear_serve.dear.explain import attention_maps
 from dear_serve.dear.mask import block_mask
 from dear_serve.dear.model import DearModel
 from dear_serve.dear.roles import Roles
 from dear_serve.errors import CheckFailedError, ConfigError
-from dear_serve.io_spec import GRAPHS
+from dear_serve.io_spec import ALL_GRAPHS
 from dear_serve.runtime import open_engine
 from export.lean import BLOCKED
 from export.pipeline import ExportReport
@@ -30,12 +31,12 @@ Exported = tuple[Bundle, ExportReport]
 
 
 def session(bundle: Bundle, name: str) -> onnxruntime.InferenceSession:
-    path = bundle.file(f"onnx/{GRAPHS[name].file}")
+    path = bundle.file(f"onnx/{ALL_GRAPHS[name].file}")
     return onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
 
 
 def load(bundle: Bundle, name: str) -> onnx.ModelProto:
-    return onnx.load(bundle.file(f"onnx/{GRAPHS[name].file}"))
+    return onnx.load(bundle.file(f"onnx/{ALL_GRAPHS[name].file}"))
 
 
 def texts(rows: int, length: int) -> np.ndarray:
@@ -84,7 +85,7 @@ def test_classifier_is_image_then_fusion(exported: Exported) -> None:
     np.testing.assert_allclose(contributions.sum(-1), fused, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["image", "classifier"])
+@pytest.mark.parametrize("name", ["image", "classifier", "joint"])
 def test_masks_are_constants_equal_to_the_roles(exported: Exported, name: str) -> None:
     bundle, _ = exported
     manifest, roles = bundle.manifest, bundle.roles()
@@ -101,9 +102,9 @@ def test_masks_are_constants_equal_to_the_roles(exported: Exported, name: str) -
     assert (masks["3"] == 0).any(-1).all()
 
 
-@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize("name", ALL_GRAPHS)
 def test_graph_takes_only_what_the_contract_names(exported: Exported, name: str) -> None:
-    model, spec = load(exported[0], name), GRAPHS[name]
+    model, spec = load(exported[0], name), ALL_GRAPHS[name]
     assert [i.name for i in model.graph.input] == [t.name for t in spec.inputs]
     assert [o.name for o in model.graph.output] == [t.name for t in spec.outputs]
     for value, tensor in zip(
@@ -115,7 +116,7 @@ def test_graph_takes_only_what_the_contract_names(exported: Exported, name: str)
     assert model.opset_import[0].version == 20
 
 
-@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize("name", ALL_GRAPHS)
 def test_graph_names_its_origin_and_not_the_machine(exported: Exported, name: str) -> None:
     bundle, _ = exported
     model = load(bundle, name)
@@ -131,7 +132,7 @@ def test_weights_are_stored_once_and_listed(exported: Exported) -> None:
     bundle, report = exported
     size = bundle.file("onnx/weights.bin").stat().st_size
     assert report.weights.size == size < 0.6 * report.weights.referenced
-    assert all(bundle.file(f"onnx/{spec.file}").stat().st_size < 100_000 for spec in GRAPHS.values())
+    assert all(bundle.file(f"onnx/{spec.file}").stat().st_size < 100_000 for spec in ALL_GRAPHS.values())
     assert json.loads(bundle.paths.export_report.read_text())["precision"] == "fp32"
 
 
@@ -157,7 +158,7 @@ def test_invalid_graph_is_refused(tiny_model: DearModel, tmp_path, monkeypatch) 
     def refuse(path: str, full_check: bool) -> None:
         raise onnx.checker.ValidationError("node 3")
 
-    monkeypatch.setattr("export.to_onnx.GRAPHS", {"fusion": GRAPHS["fusion"]})
+    monkeypatch.setattr("export.to_onnx.ALL_GRAPHS", {"fusion": ALL_GRAPHS["fusion"]})
     monkeypatch.setattr("onnx.checker.check_model", refuse)
     with pytest.raises(CheckFailedError, match=r"fusion\.onnx is not a valid graph: node 3"):
         export_graphs(tiny_model, torch.zeros(1, 24), tmp_path, opset=20, metadata={})
@@ -165,7 +166,7 @@ def test_invalid_graph_is_refused(tiny_model: DearModel, tmp_path, monkeypatch) 
 
 @pytest.mark.parametrize("opset", [18, 23])
 def test_other_opsets_equal_torch(tiny_model: DearModel, tmp_path, monkeypatch, opset: int) -> None:
-    monkeypatch.setattr("export.to_onnx.GRAPHS", {"image": GRAPHS["image"]})
+    monkeypatch.setattr("export.to_onnx.ALL_GRAPHS", {"image": ALL_GRAPHS["image"]})
     info, _ = export_graphs(tiny_model, torch.zeros(1, 24), tmp_path, opset=opset, metadata={})
     assert ("Attention" in info["image"].operators) == (opset == 23)
     run = onnxruntime.InferenceSession(str(tmp_path / "image.onnx"), providers=["CPUExecutionProvider"]).run
@@ -211,6 +212,8 @@ def test_wrappers_equal_the_model(
     with torch.inference_mode():
         pairs = [
             (modules["image"](pixels), model.image_features(pixels)),
+            (modules["joint"](pixels), (model.zero_shot_image(pixels), *model.image_features(pixels))),
+            ((modules["explain"](pixels),), (attention_maps(model, pixels),)),
             ((modules["zero_shot_image"](pixels),), (model.zero_shot_image(pixels),)),
             ((modules["text"](tokens),), (model.text_features(tokens),)),
             ((modules["zero_shot_text"](tokens),), (model.zero_shot_text(tokens),)),
@@ -235,6 +238,21 @@ def mixed_roles(first_block: int, attributes: tuple[str, ...]) -> Roles:
     return replace(roles, heads=heads)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_without_heads_that_count_the_map_is_zeros(
+    tiny_clip_config: ClipConfig, exported: Exported, fused: bool
+) -> None:
+    dear = exported[0].manifest.dear
+    roles = Roles.uniform(
+        "generalization", layers=3, heads_per_layer=4, first_block=3, attributes=dear.attributes
+    )
+    model = DearModel(Clip(tiny_clip_config), roles, dear)
+    module, pixels = wrap(model, torch.zeros(1, 24), fused=fused)["explain"], torch.randn(2, 3, 32, 32)
+    with torch.inference_mode():
+        torch.testing.assert_close(module(pixels), torch.zeros(2, 2, 16))
+        torch.testing.assert_close(attention_maps(model, pixels), torch.zeros(2, 2, 16))
+
+
 def test_open_masks_leave_no_constant(tiny_clip_config: ClipConfig, exported: Exported) -> None:
     dear = exported[0].manifest.dear
     roles = Roles.uniform("mixed", layers=3, heads_per_layer=4, first_block=3, attributes=dear.attributes)
@@ -248,3 +266,11 @@ def test_runtime_opens_what_was_exported(exported: Exported) -> None:
     torch_engine = open_engine(exported[0], engine="torch")
     np.testing.assert_allclose(onnx_engine.classify(pixels), torch_engine.classify(pixels), atol=1e-4)
     assert onnx_engine.info.precision == "fp32"
+    assert onnx_engine.has("joint")
+    np.testing.assert_allclose(onnx_engine.explain(pixels), torch_engine.explain(pixels), atol=1e-5)
+    assert onnx_engine.explain(pixels[:0]).shape == (0, 2, 16)
+    (zero_shot, features), (frozen, adapted) = onnx_engine.joint(pixels), torch_engine.joint(pixels)
+    np.testing.assert_allclose(zero_shot, frozen, atol=1e-5)
+    np.testing.assert_allclose(features.cls, adapted.cls, atol=1e-5)
+    np.testing.assert_allclose(features.attributes, adapted.attributes, atol=1e-5)
+    assert onnx_engine.joint(pixels[:0])[1].attributes.shape == (0, 2, 24)

@@ -96,10 +96,10 @@ def test_engines_carry_their_identity(copy: Path, monkeypatch) -> None:
     assert report["plans"]["image"]["graph_sha256"] == sha256_file(bundle.paths.onnx / "image.onnx")
     assert bundle.file("trt/image.plan").read_bytes() == b"plan of image.onnx"
     bundle = build_engines(bundle, (1, 2, 4))
-    assert seen[6] == b"......"  # the same TensorRT and GPU: its timings are used again
+    assert seen[8] == b"........"  # the same TensorRT and GPU: its timings are used again
     gpu[0] = "another GPU"
     build_engines(bundle, (1, 2, 4))
-    assert seen[12] == b""
+    assert seen[16] == b""
 
 
 @pytest.mark.gpu
