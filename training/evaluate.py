@@ -6,8 +6,8 @@ python -m training.evaluate BUNDLE DATA [--engine torch|onnx] [--protocol few-sh
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -24,8 +24,21 @@ from dear_serve.preprocess import preprocess_bytes
 from dear_serve.runtime import Engine, open_engine
 from dear_serve.tokenizer import Tokenizer
 from training.data import DataSet, Item, PictureCheck, load_data, make_task
+from training.tables import harmonic_mean, spread, table
 
-__all__ = ["EngineTowers", "ModelTowers", "Scores", "Towers", "evaluate", "harmonic_mean", "main", "table"]
+__all__ = [
+    "EngineTowers",
+    "ModelTowers",
+    "Scores",
+    "Towers",
+    "evaluate",
+    "harmonic_mean",
+    "main",
+    "pixel_batches",
+    "spread",
+    "summary",
+    "table",
+]
 
 Float32 = npt.NDArray[np.float32]
 Int64 = npt.NDArray[np.int64]
@@ -109,15 +122,27 @@ class Scores:
     """(n,)."""
     confidence: Float32
     """Adapted probability of the predicted class, (n,)."""
+    features: Float32 = field(default_factory=lambda: np.zeros((0, 0), np.float32))
+    """Frozen image features (n, D), from which baselines can be scored."""
+    others: Mapping[str, Int64] = field(default_factory=dict)
+    """Predictions (n,) of baselines, by the modes of `tables.ROWS`."""
 
     @property
     def labels(self) -> Int64:
         """True class of each picture, (n,)."""
         return np.array([item.label for item in self.items], dtype=np.int64)
 
+    def has(self, mode: str) -> bool:
+        """Whether there are predictions of `mode`."""
+        return mode in ("zero_shot", "adapted") or mode in self.others
+
+    def predicted(self, mode: str) -> Int64:
+        """Predicted classes (n,); `mode` is "zero_shot", "adapted" or one of `others`."""
+        return {"zero_shot": self.zero_shot, "adapted": self.adapted, **self.others}[mode]
+
     def accuracy(self, mode: str) -> float:
-        """Share of right predictions, 0 to 1; `mode` is "zero_shot" or "adapted"."""
-        return float(np.mean(getattr(self, mode) == self.labels))
+        """Share of right predictions of a mode, 0 to 1."""
+        return float(np.mean(self.predicted(mode) == self.labels))
 
 
 def evaluate(
@@ -140,7 +165,7 @@ def evaluate(
                 adapted=class_features(names, templates, towers.text, tokenizer),
                 zero_shot=class_features(names, templates, towers.zero_shot_text, tokenizer),
             ),
-            _pixels(progress(items), preprocess),
+            pixel_batches(progress(items), preprocess),
         )
         for name, (names, items) in tests.items()
     ]
@@ -156,9 +181,10 @@ class _Classes:
 def _evaluate_split(
     towers: Towers, name: str, items: tuple[Item, ...], classes: _Classes, batches: Iterable[Float32]
 ) -> Scores:
-    zero_shot, adapted, confidence = [], [], []
+    zero_shot, adapted, confidence, features = [], [], [], []
     for pixels in batches:
         cls, attributes, frozen = towers.images(pixels)
+        features.append(frozen)
         zero_shot.append(zero_shot_logits(frozen, classes.zero_shot, towers.logit_scale).argmax(1))
         logits, _ = fused_logits(cls, attributes, classes.adapted, towers.alpha, towers.logit_scale)
         adapted.append(logits.argmax(1))
@@ -170,10 +196,11 @@ def _evaluate_split(
         zero_shot=np.concatenate(zero_shot),
         adapted=np.concatenate(adapted),
         confidence=np.concatenate(confidence),
+        features=np.concatenate(features),
     )
 
 
-def _pixels(items: Iterable[Item], config: PreprocessConfig) -> Iterator[Float32]:
+def pixel_batches(items: Iterable[Item], config: PreprocessConfig) -> Iterator[Float32]:
     """Batches (B, 3, S, S) of the pictures, in order."""
     batch: list[Float32] = []
     for item in items:
@@ -185,48 +212,26 @@ def _pixels(items: Iterable[Item], config: PreprocessConfig) -> Iterator[Float32
         yield np.stack(batch)
 
 
-# --- tables ---------------------------------------------------------------------------------------
+# --- numbers --------------------------------------------------------------------------------------
 
 
-def harmonic_mean(a: float, b: float) -> float:
-    """2ab / (a + b); 0 if either is 0."""
-    return 2 * a * b / (a + b) if a > 0 and b > 0 else 0.0
+def summary(scores: Sequence[Scores], *, targets: Sequence[str] = ()) -> dict[str, float]:
+    """Accuracies (0 to 1) by mode and split, as in "zero_shot_base", "adapted_base", ….
 
-
-def summary(scores: Sequence[Scores]) -> dict[str, float]:
-    """Accuracies (0 to 1) by "zero_shot_base", "adapted_base", …, and the harmonic means "…_hm" of base and novel."""
-    numbers = {f"{m}_{s.split}": s.accuracy(m) for m in ("zero_shot", "adapted") for s in scores}
-    if {s.split for s in scores} >= {"base", "novel"}:
-        for mode in ("zero_shot", "adapted"):
-            numbers[f"{mode}_hm"] = harmonic_mean(numbers[f"{mode}_base"], numbers[f"{mode}_novel"])
+    Base and novel also give their harmonic means "…_hm", and `targets`, splits that are other data sets, their
+    averages "…_average". A mode that is not defined on some of the splits (a linear probe on novel classes) has
+    neither.
+    """
+    modes = ["zero_shot", "adapted", *dict.fromkeys(mode for s in scores for mode in s.others)]
+    numbers = {f"{m}_{s.split}": s.accuracy(m) for m in modes for s in scores if s.has(m)}
+    for mode in modes:
+        halves = [numbers.get(f"{mode}_{half}") for half in ("base", "novel")]
+        if halves[0] is not None and halves[1] is not None:
+            numbers[f"{mode}_hm"] = harmonic_mean(halves[0], halves[1])
+        others = [numbers[f"{mode}_{target}"] for target in targets if f"{mode}_{target}" in numbers]
+        if targets and len(others) == len(targets):
+            numbers[f"{mode}_average"] = float(np.mean(others))
     return numbers
-
-
-def spread(runs: Sequence[dict[str, float]]) -> tuple[dict[str, float], dict[str, float]]:
-    """Mean and standard deviation (n - 1; 0 for one run) of each number over several seeds."""
-    values = {key: np.array([run[key] for run in runs]) for key in runs[0]}
-    sd = {key: float(v.std(ddof=1)) if len(v) > 1 else 0.0 for key, v in values.items()}
-    return {key: float(v.mean()) for key, v in values.items()}, sd
-
-
-def table(runs: Sequence[dict[str, float]]) -> str:
-    """The closing table, accuracies in %: a line for zero-shot, adapted and their difference, a column a split."""
-    mean, sd = spread(runs)
-    splits = [key.removeprefix("adapted_") for key in mean if key.startswith("adapted_")]
-    titles = [{"hm": "harmonic mean"}.get(s, s) for s in splits]
-    lines = [f"{'':12}" + "".join(f"{title:>16}" for title in titles)]
-    for mode, title in (("zero_shot", "zero-shot"), ("adapted", "adapted")):
-        cells = [_cell(mean[f"{mode}_{s}"], sd[f"{mode}_{s}"], len(runs)) for s in splits]
-        lines.append(f"{title:12}" + "".join(f"{cell:>16}" for cell in cells))
-    gains = [f"{100 * (mean[f'adapted_{s}'] - mean[f'zero_shot_{s}']):+.1f}" for s in splits]
-    lines.append(f"{'difference':12}" + "".join(f"{gain:>16}" for gain in gains))
-    if len(runs) > 1:
-        lines.append(f"mean and standard deviation over {len(runs)} seeds")
-    return "\n".join(lines)
-
-
-def _cell(mean: float, sd: float, runs: int) -> str:
-    return f"{100 * mean:.1f}" + (f" ± {100 * sd:.1f}" if runs > 1 else "")
 
 
 # --- command line ---------------------------------------------------------------------------------

@@ -5,30 +5,26 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
-from torch import Tensor
-
 from dear_serve import __version__
-from dear_serve.bundle import BaseRef, BundlePaths, BundleWriter, Manifest, save_arrays
+from dear_serve.bundle import BundleWriter
 from dear_serve.dear.model import DearModel
-from dear_serve.errors import DearError
-from dear_serve.labels import class_features
-from dear_serve.runtime.base import Float32
+from dear_serve.errors import DataError, DearError
+from training.baselines import add_baselines
 from training.cache import CachedTrunks, PlainTrunks
 from training.config import TrainConfig
 from training.data import DataSet, PictureCheck, Task, fingerprint, load_data, make_task
-from training.evaluate import ModelTowers, Scores, evaluate, spread, summary
-from training.loop import COLUMNS, Fit, TextSide
+from training.evaluate import ModelTowers, Scores, evaluate, summary
+from training.loop import Fit, TextSide
 from training.prepare import Prepared, build_model, prepare, resolve_device
-from training.readouts import build_readouts
-from training.report import Report, render
+from training.results import Outcome, SeedResult, write_bundle
+from training.resume import check_resumed, describe
 
-__all__ = ["Console", "Options", "Result", "run"]
+__all__ = ["Console", "Options", "Result", "SeedResult", "run"]
 
 T = TypeVar("T")
 
@@ -62,7 +58,7 @@ class Silent:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Where and how a run is done; nothing here changes its outcome (but a device's rounding)."""
+    """Where and how a run is done; nothing here changes what is learned (but a device's rounding)."""
 
     out: Path
     resume: bool = False
@@ -71,6 +67,10 @@ class Options:
     cache_limit: int = 8 * 10**9
     """Bytes."""
     skip_unreadable: bool = False
+    strict: bool = False
+    """Refuse a data set of which there is something to note (see `Task.notes`)."""
+    baselines: bool = False
+    """Add the rows of `training.baselines` to the table and the report."""
     device: str = "cpu"
 
     @property
@@ -80,22 +80,11 @@ class Options:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SeedResult:
-    """What one seed gave."""
-
-    seed: int
-    adapter: dict[str, Tensor]
-    alpha: tuple[float, ...]
-    history: list[list[float]]
-    per_epoch: int
-    scores: list[Scores]
-    class_names: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Result:
     """What a run gave: per seed the numbers of `evaluate.summary`, and the seeds' results."""
 
+    name: str
+    """Of the data set."""
     runs: list[dict[str, float]]
     seeds: list[SeedResult]
 
@@ -108,6 +97,7 @@ class _Run:
     options: Options
     prepared: Prepared
     data: DataSet
+    targets: tuple[DataSet, ...]
     check: PictureCheck
     console: Console
     should_stop: Callable[[], bool]
@@ -118,14 +108,23 @@ class _Run:
 
 
 def run(
-    path: Path,
+    source: Path | DataSet,
     config: TrainConfig,
     options: Options,
     *,
+    targets: Sequence[DataSet] = (),
     console: Console | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Result:
-    """Train on the data set at `path` and write the bundle `options.out`.
+    """Train on a data set and write the bundle `options.out`.
+
+    Args:
+        source: the data set, or where it is.
+        config: what is learned and how.
+        options: where, and how it is computed.
+        targets: other data sets to test on (protocols cross-dataset and domain).
+        console: where progress is told.
+        should_stop: asked between steps.
 
     Raises:
         DearError: code "stopped", with a state to go on from, because `should_stop` said so.
@@ -134,7 +133,7 @@ def run(
     console = console or Silent()
     with BundleWriter(options.out):  # refuses a place that cannot be written before anything is computed
         pass
-    data = load_data(path)
+    data = load_data(source) if isinstance(source, Path) else source
     prepared = prepare(config, device=resolve_device(options.device))
     watch = partial(_watched, title="checking pictures", console=console, should_stop=should_stop)
     check = PictureCheck(skip=options.skip_unreadable, progress=watch)
@@ -143,6 +142,7 @@ def run(
         options=options,
         prepared=prepared,
         data=data,
+        targets=tuple(targets),
         check=check,
         console=console,
         should_stop=should_stop,
@@ -152,19 +152,36 @@ def run(
     elif options.resume and not options.state.exists():
         console.say(f"{options.out} has no stopped run to go on with: starting from the first step")
     seeds = [_one_seed(shared, seed) for seed in config.seeds]
-    runs = [summary(result.scores) for result in seeds]
-    _write_bundle(shared, seeds[0], runs, seeds)
+    runs = [summary(result.scores, targets=result.targets) for result in seeds]
+    write_bundle(
+        Outcome(name=data.name, config=config, prepared=prepared, seeds=seeds, runs=runs), options.out
+    )
     shutil.rmtree(options.state, ignore_errors=True)
-    return Result(runs=runs, seeds=seeds)
+    return Result(name=data.name, runs=runs, seeds=seeds)
+
+
+def _checked_task(shared: _Run, seed: int) -> Task:
+    """The seed's task, what there is to note of it said, or refused."""
+    task = make_task(
+        shared.data,
+        protocol=shared.config.protocol,
+        shots=shared.config.shots_taken,
+        seed=seed,
+        check=shared.check,
+        targets=shared.targets,
+    )
+    if task.notes and shared.options.strict:
+        raise DataError(f"{shared.data.root} is refused (--strict): {'; '.join(task.notes)}")
+    for note in task.notes:
+        shared.console.say(f"note: {note}")
+    return task
 
 
 def _one_seed(shared: _Run, seed: int) -> SeedResult:
     config, prepared, console = shared.config, shared.prepared, shared.console
-    task = make_task(
-        shared.data, protocol=config.protocol, shots=config.shots_taken, seed=seed, check=shared.check
-    )
-    for note in task.notes:
-        console.say(f"note: {note}")
+    task = _checked_task(shared, seed)
+    identity = _identity(shared, task, seed)
+    check_resumed(shared.options.state / f"seed-{seed}.json", identity, describe(task, shared.check.hashes))
     model = build_model(prepared, seed)
     fit = Fit(
         model,
@@ -176,19 +193,12 @@ def _one_seed(shared: _Run, seed: int) -> SeedResult:
     )
     fit.run(
         shared.options.state / f"seed-{seed}.safetensors",
-        identity=_identity(shared, task, seed),
+        identity=json.dumps(identity),
         on_step=lambda done, loss: console.step(f"seed {seed}", done, fit.steps, loss),
         should_stop=shared.should_stop,
     )
     towers = ModelTowers(model)
-    scores = evaluate(
-        towers,
-        task.tests,
-        tokenizer=prepared.tokenizer,
-        templates=prepared.templates,
-        preprocess=prepared.base.config.preprocess,
-        progress=shared.watch("testing"),
-    )
+    scores = _scores(shared, task, towers)
     return SeedResult(
         seed=seed,
         adapter={name: tensor.cpu().clone() for name, tensor in model.adapter_state().items()},
@@ -197,7 +207,37 @@ def _one_seed(shared: _Run, seed: int) -> SeedResult:
         per_epoch=fit.per_epoch,
         scores=scores,
         class_names=task.class_names,
+        targets=task.targets,
+        notes=task.notes,
     )
+
+
+def _scores(shared: _Run, task: Task, towers: ModelTowers) -> list[Scores]:
+    """On every test split, each with its own templates where it has some; baselines too if they are asked for."""
+    prepared = shared.prepared
+    preprocess = prepared.base.config.preprocess
+    scores = [
+        found
+        for split, pictures in task.tests.items()
+        for found in evaluate(
+            towers,
+            {split: pictures},
+            tokenizer=prepared.tokenizer,
+            templates=task.split_templates(split, prepared.templates),
+            preprocess=preprocess,
+            progress=shared.watch("testing"),
+        )
+    ]
+    if shared.options.baselines:
+        scores = add_baselines(
+            scores,
+            task,
+            towers,
+            tokenizer=prepared.tokenizer,
+            templates=prepared.templates,
+            preprocess=preprocess,
+        )
+    return [replace(found, features=found.features[:0]) for found in scores]  # needed no more, and large
 
 
 def _trunks(shared: _Run, model: DearModel, task: Task) -> PlainTrunks:
@@ -228,7 +268,7 @@ def _watched(
         yield item
 
 
-def _identity(shared: _Run, task: Task, seed: int) -> str:
+def _identity(shared: _Run, task: Task, seed: int) -> dict[str, Any]:
     """What a resumed run must have in common with the stopped one, as a JSON table."""
     prepared = shared.prepared
     table = {
@@ -242,88 +282,4 @@ def _identity(shared: _Run, task: Task, seed: int) -> str:
     options = shared.config.to_dict()
     for name in ("base", "seeds", "templates", "roles"):  # said above in what they came to
         del options[name]
-    return json.dumps({**table, **options})
-
-
-# --- the bundle -----------------------------------------------------------------------------------
-
-
-def _write_bundle(
-    shared: _Run, first: SeedResult, runs: Sequence[dict[str, float]], seeds: Sequence[SeedResult]
-) -> None:
-    prepared = shared.prepared
-    model = build_model(prepared, first.seed)
-    towers = ModelTowers(model)
-
-    def encode(texts: Sequence[str]) -> Float32:
-        return class_features(texts, ("{}",), towers.zero_shot_text, prepared.tokenizer)
-
-    readouts, bases = build_readouts(prepared.dear.attributes, prepared.readout_kinds, encode)
-    base = prepared.base
-    manifest = Manifest(
-        base=BaseRef(name=base.name, sha256=base.sha256, clip=base.config),
-        dear=prepared.dear,
-        alpha=first.alpha,
-        logit_scale=base.clip.tau,
-        class_names=first.class_names,
-        templates=prepared.templates,
-        preprocess=base.config.preprocess,
-        context_length=base.config.text.context_length,
-        readouts=readouts,
-        metrics=_metrics(runs),
-    )
-    with BundleWriter(shared.options.out) as writer:
-        save_arrays(writer.paths.adapter, {n: t.numpy() for n, t in first.adapter.items()})
-        if bases:
-            save_arrays(writer.paths.readouts, bases)
-        prepared.roles.save(writer.paths.roles)
-        prepared.tokenizer.to_file(writer.paths.tokenizer)
-        _write_logs(shared, writer.paths, manifest, runs, seeds)
-        writer.commit(manifest)
-
-
-def _metrics(runs: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The bundle's own numbers and, of several seeds, mean and standard deviation."""
-    metrics = dict(runs[0])
-    if len(runs) > 1:
-        mean, sd = spread(runs)
-        metrics |= {f"{key}_mean": value for key, value in mean.items()}
-        metrics |= {f"{key}_sd": value for key, value in sd.items()}
-    return metrics
-
-
-def _write_logs(
-    shared: _Run,
-    paths: BundlePaths,
-    manifest: Manifest,
-    runs: Sequence[dict[str, float]],
-    seeds: Sequence[SeedResult],
-) -> None:
-    """metrics.jsonl (a line an epoch, a line of accuracies a seed) and report.html; no times in them."""
-    lines: list[dict[str, Any]] = []
-    for result, numbers in zip(seeds, runs, strict=True):
-        rows = np.array(result.history).reshape(-1, result.per_epoch, len(COLUMNS)).mean(axis=1)
-        for epoch, row in enumerate(rows.tolist(), 1):
-            lines.append({"seed": result.seed, "epoch": epoch, **dict(zip(COLUMNS, row, strict=True))})
-        lines.append({"seed": result.seed, **numbers})
-    paths.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    first = seeds[0]
-    report = Report(
-        title=f"{shared.data.root.name}: {shared.config.protocol} on {manifest.base.name}",
-        settings={k: _shown(v) for k, v in shared.config.to_dict().items()}
-        | {"templates": "; ".join(manifest.templates)},
-        attributes=manifest.dear.attributes,
-        alpha=first.alpha,
-        roles=shared.prepared.roles,
-        scores=first.scores,
-        history=first.history,
-        runs=runs,
-        seeds=shared.config.seeds,
-    )
-    paths.report.write_text(render(report), encoding="utf-8")
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{k} {_shown(v)}" for k, v in value.items())
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return {**table, **options}

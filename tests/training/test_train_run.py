@@ -236,7 +236,7 @@ def test_a_changed_option_is_not_resumed(train_set, tmp_path):
         run(train_set.pictures, train_set.config, options, should_stop=stopped)
     with pytest.raises(ConfigError, match=r"lr was 0\.001 and is 0\.1"):
         run(train_set.pictures, replace(train_set.config, lr=0.1), options)
-    with pytest.raises(ConfigError, match="data was"):
+    with pytest.raises(ConfigError, match="shots was 4 and is 2"):
         run(train_set.pictures, replace(train_set.config, shots=2), options)
 
 
