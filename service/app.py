@@ -65,11 +65,13 @@ class DearService:
 
     def __init__(self) -> None:
         # Here, not at import: BentoML's supervisor imports this module too, and needs none of it.
+        from .logs import configure
         from .start import start
 
-        logging.getLogger("service").setLevel(logging.INFO)
         try:
-            self._running = start(Settings.from_env())
+            settings = Settings.from_env()
+            configure(settings.log)
+            self._running = start(settings)
         except DearError as error:
             logging.getLogger("service").error("%s", error.message)
             _stop_server()

@@ -1,175 +1,50 @@
-"""The ASGI application: routes, key, request ids, and an answer in the error contract whatever happens."""
+"""The ASGI application: each route with what answers it, in threads off the event loop."""
 
 from __future__ import annotations
 
-import hmac
-import json
-import logging
-import re
-import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
-from . import schemas
-from .errors import ApiError, error_body, status_of
-from .openapi import Operation, describe
+from .answers import Answers
+from .body import Body, read_body
+from .errors import ApiError
+from .guard import HEADERS, Endpoint, Guard, json_response, no_route
+from .inputs import Inputs
+from .metrics import Metrics
+from .models import Models
+from .openapi import describe
+from .operations import OPERATIONS
 from .settings import Settings
-
-if TYPE_CHECKING:
-    from dear_serve.gallery.store import Gallery
-    from dear_serve.runtime.predict import Predictor
-
-    from .body import Body
+from .work import Admission, Workers
 
 __all__ = ["OPERATIONS", "create_asgi_app"]
 
-Endpoint = Callable[[Request], Awaitable[Response]]
-
-log = logging.getLogger("service")
-
 _PAGE = Path(__file__).parent / "web" / "index.html"
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_OPEN = frozenset({"page"})
-_HEADERS = {
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Content-Security-Policy": (
-        "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
-        "img-src 'self' data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    ),
-}
-
-OPERATIONS = (
-    Operation(
-        method="POST",
-        path="/classify",
-        name="classify",
-        summary="Which of these labels is each picture, and why",
-        request=schemas.ClassifyRequest,
-        answer=schemas.ClassifyAnswer,
-    ),
-    Operation(
-        method="POST",
-        path="/embed/image",
-        name="embed_image",
-        summary="Features of pictures",
-        request=schemas.EmbedImageRequest,
-        answer=schemas.EmbedAnswer,
-    ),
-    Operation(
-        method="POST",
-        path="/embed/text",
-        name="embed_text",
-        summary="Features of texts",
-        request=schemas.EmbedTextRequest,
-        answer=schemas.EmbedAnswer,
-    ),
-    Operation(
-        method="POST",
-        path="/search",
-        name="search",
-        summary="Pictures alike in the attributes you weigh",
-        request=schemas.SearchRequest,
-        answer=schemas.SearchAnswer,
-    ),
-    Operation(
-        method="POST",
-        path="/gallery/add",
-        name="gallery_add",
-        summary="Keep pictures; durable when answered",
-        request=schemas.GalleryAddRequest,
-        answer=schemas.GalleryAddAnswer,
-    ),
-    Operation(
-        method="DELETE",
-        path="/gallery/{id}",
-        name="gallery_delete",
-        summary="Forget a picture",
-        answer=schemas.DeleteAnswer,
-    ),
-    Operation(method="GET", path="/gallery/stats", name="gallery_stats", summary="What the gallery holds"),
-    Operation(
-        method="GET", path="/model", name="model", summary="Classes, attributes, roles, engine, hashes"
-    ),
-    Operation(method="GET", path="/metrics", name="metrics", summary="Prometheus metrics"),
-    Operation(method="GET", path="/docs.json", name="docs", summary="This description"),
-    Operation(method="GET", path="/", name="page", summary="The page"),
-    Operation(method="GET", path="/livez", name="livez", summary="The process is alive"),
-    Operation(method="GET", path="/readyz", name="readyz", summary="The bundle is loaded and warm"),
-)
-"""Every route, BentoML's probes included."""
 
 
-def create_asgi_app(predictor: Predictor, gallery: Gallery | None, settings: Settings) -> Starlette:
-    """The whole HTTP contract on one predictor and one gallery, without BentoML.
+def create_asgi_app(models: Models, settings: Settings, *, metrics: Metrics | None = None) -> Starlette:
+    """The whole HTTP contract on opened bundles and a gallery, without BentoML.
 
-    `app.state.close()` finishes what was accepted and frees the threads; predictor and gallery stay open.
+    `app.state.close()` finishes what was accepted and frees the threads; bundles and gallery stay open.
     """
-    from .answers import Answers
-    from .body import read_body
-    from .inputs import Inputs
-    from .metrics import Metrics
-    from .work import Admission, Workers
-
+    metrics = metrics or Metrics()
+    for name, predictor in zip(models.names, models.predictors, strict=True):
+        metrics.engine(name, predictor.engine.info)
+        predictor.observer = metrics
     limits = settings.limits
-    metrics = Metrics()
-    metrics.engine(predictor.engine.info)
-    predictor.observer = metrics
-    inputs = Inputs(predictor, limits)
-    answers = Answers(predictor, inputs, limits)
-    admission = Admission(limits)
     workers = Workers(threads=settings.workers, waiting=limits.waiting, seconds=limits.answer_seconds)
-    described = describe(OPERATIONS)
-
-    async def with_body(answer: Callable[[Body], dict[str, Any]], request: Request) -> Response:
-        with admission.admit() as ticket:
-            return _json(await workers.run(answer, await read_body(request, ticket, limits)))
-
-    async def without_body(answer: Callable[[], dict[str, Any]], _: Request) -> Response:
-        return _json(await workers.run(answer))
-
-    async def with_id(answer: Callable[[str], dict[str, Any]], request: Request) -> Response:
-        return _json(await workers.run(answer, request.path_params["id"]))
-
-    async def docs(_: Request) -> Response:
-        return _json(described)
-
-    async def show_metrics(_: Request) -> Response:
-        return Response(await workers.run(metrics.text), media_type=metrics.content_type)
-
-    async def page(_: Request) -> Response:
-        return FileResponse(_PAGE, headers=_HEADERS, media_type="text/html; charset=utf-8")
-
-    endpoints: dict[str, Endpoint] = {
-        "classify": partial(with_body, answers.classify),
-        "embed_image": partial(with_body, answers.embed_image),
-        "embed_text": partial(with_body, answers.embed_text),
-        "model": partial(without_body, answers.model),
-        "metrics": show_metrics,
-        "docs": docs,
-        "page": page,
-    }
-    if gallery is None:
-        endpoints |= dict.fromkeys(("search", "gallery_add", "gallery_delete", "gallery_stats"), _no_gallery)
-    else:
-        from .gallery_answers import GalleryAnswers
-
-        stored = GalleryAnswers(predictor, inputs, gallery, metrics)
-        endpoints |= {
-            "search": partial(with_body, stored.search),
-            "gallery_add": partial(with_body, stored.add),
-            "gallery_delete": partial(with_id, stored.delete),
-            "gallery_stats": partial(without_body, stored.stats),
-        }
-    guard = _Guard(settings.api_key, metrics)
+    endpoints = _Endpoints(models, settings, metrics, workers).table()
+    guard = Guard(settings.api_key, metrics)
     routes = [
         Route(
             o.path.replace("{id}", "{id:path}"),
@@ -181,83 +56,120 @@ def create_asgi_app(predictor: Predictor, gallery: Gallery | None, settings: Set
     ]
     # The fixed path first: {id:path} would take it.
     routes.sort(key=lambda route: "{" in route.path)
-    app = Starlette(routes=routes, exception_handlers={HTTPException: _no_route})
+    app = Starlette(
+        routes=routes, exception_handlers={HTTPException: no_route}, middleware=_middleware(settings.cors)
+    )
     app.router.redirect_slashes = False
     app.state.close = workers.close
     return app
 
 
-class _Guard:
-    """Around every endpoint: key, request id, metrics, log, and an answer whatever happens.
+class _Endpoints:
+    """What answers each operation, by name."""
 
-    Nothing may escape: without an answer BentoML's time-out middleware waits until its time is up.
-    """
-
-    def __init__(self, api_key: str | None, metrics: Any) -> None:
-        self._key = api_key.encode() if api_key else None
+    def __init__(self, models: Models, settings: Settings, metrics: Metrics, workers: Workers) -> None:
+        self._models = models
+        self._settings = settings
         self._metrics = metrics
+        self._workers = workers
+        self._admission = Admission(settings.limits)
 
-    async def answer(self, operation: Operation, endpoint: Endpoint, request: Request) -> Response:
-        request_id = _request_id(request)
-        with self._metrics.request(operation.path) as status:
-            try:
-                if operation.name not in _OPEN:
-                    self._check_key(request)
-                response = await endpoint(request)
-            except ClientDisconnect:
-                response = _refusal(ApiError("the body broke off", code="bad_body"))
-            except Exception as error:
-                response = _refusal(error)
-                if response.status_code == 500:
-                    log.exception("request %s failed", request_id)
-            status.append(response.status_code)
-        log.info("%s %s %d %s", operation.method, operation.path, response.status_code, request_id)
-        response.headers["X-Request-ID"] = request_id
-        return response
+    def table(self) -> dict[str, Endpoint]:
+        """Operation name to endpoint; the probes are BentoML's."""
+        inputs = Inputs(self._settings.limits)
+        answers = Answers(self._models, inputs, self._settings.limits)
+        described = describe(OPERATIONS)
 
-    def _check_key(self, request: Request) -> None:
-        if self._key is None:
-            return
-        scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        given = token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
-        if not hmac.compare_digest(given.encode(), self._key):
-            raise ApiError(
-                "a key is needed; send it as Authorization: Bearer KEY or X-API-Key: KEY", code="unauthorized"
-            )
+        async def docs(_: Request) -> Response:
+            return json_response(described)
+
+        async def metrics(_: Request) -> Response:
+            text = await self._workers.run(self._metrics.text)
+            return Response(text, media_type=self._metrics.content_type)
+
+        async def page(_: Request) -> Response:
+            return FileResponse(_PAGE, headers=HEADERS, media_type="text/html; charset=utf-8")
+
+        async def model(request: Request) -> Response:
+            return await self._workers.run(_answered, answers.model, request.query_params.get("model"))
+
+        return {
+            "classify": self._with_body(answers.classify),
+            "embed_image": self._with_body(answers.embed_image),
+            "embed_text": self._with_body(answers.embed_text),
+            "label_sets": self._without_body(answers.label_sets),
+            "label_set_add": self._with_body(answers.label_set_add),
+            "label_set_delete": self._with_id(answers.label_set_delete),
+            "reload": self._with_body(answers.reload) if self._settings.api_key else _admin_off,
+            "model": model,
+            "metrics": metrics,
+            "docs": docs,
+            "page": page,
+        } | self._gallery(inputs)
+
+    def _gallery(self, inputs: Inputs) -> dict[str, Endpoint]:
+        if self._models.gallery is None:
+            return dict.fromkeys(("search", "gallery_add", "gallery_delete", "gallery_stats"), _no_gallery)
+        from .gallery_answers import GalleryAnswers  # LanceDB takes a second to import
+
+        stored = GalleryAnswers(self._models, inputs, self._models.gallery, self._metrics)
+        return {
+            "search": self._with_body(stored.search),
+            "gallery_add": self._with_body(stored.add),
+            "gallery_delete": self._with_id(stored.delete),
+            "gallery_stats": self._without_body(stored.stats),
+        }
+
+    def _with_body(self, answer: Callable[[Body], dict[str, Any]]) -> Endpoint:
+        async def endpoint(request: Request) -> Response:
+            with self._admission.admit() as ticket:
+                body = await read_body(request, ticket, self._settings.limits)
+                return await self._workers.run(_answered, answer, body, gone=partial(_gone, request))
+
+        return endpoint
+
+    def _without_body(self, answer: Callable[[], dict[str, Any]]) -> Endpoint:
+        async def endpoint(_: Request) -> Response:
+            return await self._workers.run(_answered, answer)
+
+        return endpoint
+
+    def _with_id(self, answer: Callable[[str], dict[str, Any]]) -> Endpoint:
+        async def endpoint(request: Request) -> Response:
+            return await self._workers.run(_answered, answer, request.path_params["id"])
+
+        return endpoint
+
+
+def _answered(answer: Callable[..., dict[str, Any]], *arguments: Any) -> Response:
+    """The answer and its JSON, both in the worker's thread."""
+    return json_response(answer(*arguments))
+
+
+async def _gone(request: Request) -> None:
+    """Returns once the caller has hung up."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 async def _no_gallery(_: Request) -> Response:
     raise ApiError("this server has no gallery; start it with one", code="no_gallery")
 
 
-def _request_id(request: Request) -> str:
-    given = request.headers.get("x-request-id", "")
-    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+async def _admin_off(_: Request) -> Response:
+    raise ApiError("reloading needs a server with a key: start it with DEAR_API_KEY set", code="admin_off")
 
 
-async def _no_route(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    if error.status_code == 405:
-        response = _refusal(
-            ApiError(f"{request.method[:20]} is not for this path", code="method_not_allowed")
+def _middleware(origins: tuple[str, ...]) -> list[Middleware]:
+    if not origins:
+        return []
+    headers = ["Authorization", "Content-Type", "X-API-Key", "X-Request-ID"]
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=list(origins),
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=headers,
+            expose_headers=["X-Request-ID", "Retry-After"],
         )
-    else:
-        response = _refusal(ApiError("there is no such path; /docs.json lists them", code="not_found"))
-    response.headers.update(error.headers or {})
-    response.headers["X-Request-ID"] = _request_id(request)
-    return response
-
-
-def _refusal(error: Exception) -> Response:
-    response = _json(error_body(error), status_of(error))
-    if response.status_code == 503:
-        response.headers["Retry-After"] = "1"
-    elif response.status_code == 401:
-        response.headers["WWW-Authenticate"] = "Bearer"
-    return response
-
-
-def _json(content: Any, status: int = 200) -> Response:
-    text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    # Messages quote what was sent, which may hold lone surrogates.
-    return Response(text.encode("utf-8", "replace"), status, _HEADERS, "application/json")
+    ]

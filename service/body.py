@@ -25,7 +25,7 @@ __all__ = ["Body", "Picture", "decode_picture", "read_body"]
 Picture = bytes | DearError
 """A picture's bytes, or why there are none."""
 
-_TEXT_FIELDS = frozenset({"mode", "filter", "model"})
+_TEXT_FIELDS = frozenset({"mode", "filter", "model", "label_set"})
 """Fields of a form that are plain text; all others are JSON text."""
 _MAX_FIELDS = 32
 _FIELD_BYTES = 4 * 2**20

@@ -10,7 +10,13 @@ Codes made here, beside those of `dear_serve`:
     body_too_large           413   more bytes than the server's limit
     read_timeout             408   the body did not arrive in time
     unauthorized             401   the key is missing or wrong
-    not_found, no_gallery, unknown_id, unknown_model   404
+    admin_off                403   the server has no key, so nobody may reload its bundles
+    not_found, no_gallery, unknown_id, unknown_model, unknown_label_set   404
+    label_set_exists         409   a bundle has a label set of that name
+    reload_failed            409   the folder's new content cannot be served; the old one goes on
+    no_explain               422   the bundle has no graph for heat maps
+    client_gone              499   for the log and the metrics: the caller hung up
+    bundle_replaced          503   the folder holds another bundle than the one that is served
     method_not_allowed       405
     overloaded               503   with Retry-After
     internal                 500   ours; the log has the details under the request id
@@ -48,6 +54,12 @@ STATUS: dict[str, int] = {
     "image_too_large": 413,
     "read_timeout": 408,
     "unauthorized": 401,
+    "admin_off": 403,
+    "unknown_label_set": 404,
+    "label_set_exists": 409,
+    "reload_failed": 409,
+    "too_many_label_sets": 422,
+    "client_gone": 499,
     "not_found": 404,
     "no_gallery": 404,
     "unknown_id": 404,
@@ -59,6 +71,11 @@ INTERNAL = "the server could not answer; its log has the reason under this answe
 
 # About the server's own files: nothing the caller can mend, and their messages name paths.
 _OURS = (BaseModelError, BundleError, ConfigError, DataError, GalleryError)
+_TOLD = {"no_explain": 422, "bundle_replaced": 503}  # those of them that the caller should hear of
+_MESSAGES = {
+    "no_explain": "this bundle has no graph for heat maps; leave them out, or export the bundle again",
+    "bundle_replaced": "the bundle is being replaced; try again in a moment",
+}
 
 
 class ApiError(InputError):
@@ -69,8 +86,10 @@ class ApiError(InputError):
 
 def status_of(error: BaseException) -> int:
     """The HTTP status for `error`: 4xx for what the caller can mend, 500 for what isn't a DearError."""
-    if not isinstance(error, DearError) or isinstance(error, _OURS):
+    if not isinstance(error, DearError):
         return 500
+    if isinstance(error, _OURS):
+        return _TOLD.get(error.code, 500)
     return STATUS.get(error.code, error.http_status)
 
 
@@ -78,4 +97,5 @@ def error_body(error: BaseException, *, field: str | None = None) -> dict[str, A
     """`{"error": {"code", "message", "field"}}`; what isn't for the caller becomes a generic message."""
     if not isinstance(error, DearError) or status_of(error) == 500:
         return {"error": {"code": "internal", "message": INTERNAL, "field": None}}
-    return {"error": {"code": error.code, "message": error.message, "field": error.field or field}}
+    message = _MESSAGES.get(error.code, error.message)
+    return {"error": {"code": error.code, "message": message, "field": error.field or field}}

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from dear_serve.errors import DearError
-from dear_serve.runtime.predict import Predictor
 
 from . import schemas
 from .body import Body, Picture, decode_picture
@@ -20,22 +19,14 @@ R = TypeVar("R", bound=schemas.Request)
 
 
 class Inputs:
-    """Checks requests for one predictor."""
+    """Checks requests against the limits."""
 
-    def __init__(self, predictor: Predictor, limits: Limits) -> None:
-        self._name = predictor.bundle.name
+    def __init__(self, limits: Limits) -> None:
         self._limits = limits
 
     def request(self, schema: type[R], body: Body) -> R:
-        """`body` as a request. Raises ApiError: see `schemas.check`; unknown_model."""
-        request = schemas.check(schema, body.fields)
-        if request.model is not None and request.model != self._name:
-            raise ApiError(
-                f"model {request.model[:100]!a} is not served here; {self._name!a} is",
-                code="unknown_model",
-                field="model",
-            )
-        return request
+        """`body` as a request. Raises ApiError: see `schemas.check`."""
+        return schemas.check(schema, body.fields)
 
     def check_texts(self, name: str, texts: Sequence[str] | None, most: int) -> None:
         """Raise ApiError (too_many_..., text_too_long) for more texts than `most`, or one that is too long."""
@@ -47,6 +38,13 @@ class Inputs:
                     code="text_too_long",
                     field=f"{name}[{index}]",
                 )
+        total = sum(map(len, texts or ()))
+        if total > self._limits.total_text_chars:
+            raise ApiError(
+                f"{name} have {total} characters and {self._limits.total_text_chars} are allowed; send fewer",
+                code="text_too_long",
+                field=name,
+            )
 
     def pictures(self, request: schemas.Pictures, body: Body) -> list[Picture]:
         """The pictures of a form or of a JSON body. Raises ApiError: missing_field, too_many_images."""

@@ -52,7 +52,7 @@ class Metrics:
         )
         self._stages = prometheus.Histogram(
             "dear_stage_seconds",
-            "Seconds per call and stage (decode, infer, search)",
+            "Seconds per call and stage (preprocess, queue, core, postprocess, search)",
             ("stage",),
             buckets=_SECONDS,
             registry=registry,
@@ -70,7 +70,7 @@ class Metrics:
         self._engine = prometheus.Gauge(
             "dear_engine_info",
             "What really runs",
-            ("engine", "provider", "precision", "threads"),
+            ("engine", "provider", "precision", "threads", "model"),
             registry=registry,
             multiprocess_mode="max",
         )
@@ -111,9 +111,9 @@ class Metrics:
         """Class features found in the cache, or not."""
         self._cache.labels("hit" if hit else "miss").inc()
 
-    def engine(self, info: EngineInfo) -> None:
-        """What really runs."""
-        self._engine.labels(info.engine, info.provider, info.precision, str(info.threads)).set(1)
+    def engine(self, model: str, info: EngineInfo) -> None:
+        """What really runs a bundle."""
+        self._engine.labels(info.engine, info.provider, info.precision, str(info.threads), model).set(1)
 
     def text(self) -> bytes:
         """All metrics of this server, its other processes' included."""

@@ -29,6 +29,8 @@ class Operation:
     summary: str
     request: type[Request] | None = None
     answer: type[BaseModel] | None = None
+    query: tuple[str, ...] = ()
+    """Names of query parameters, all texts and optional."""
 
 
 def describe(operations: Iterable[Operation]) -> dict[str, Any]:
@@ -78,10 +80,14 @@ def _operation(operation: Operation) -> dict[str, Any]:
         described["security"] = [{}, {"bearer": []}, {"key": []}]
     if operation.request is not None:
         described["requestBody"] = {"required": True, "content": _contents(operation.request)}
+    parameters = [
+        {"name": name, "in": "query", "required": False, "schema": {"type": "string"}}
+        for name in operation.query
+    ]
     if "{id}" in operation.path:
-        described["parameters"] = [
-            {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
-        ]
+        parameters.append({"name": "id", "in": "path", "required": True, "schema": {"type": "string"}})
+    if parameters:
+        described["parameters"] = parameters
     return described
 
 
@@ -89,7 +95,7 @@ def _contents(request: type[Request]) -> dict[str, Any]:
     contents: dict[str, Any] = {"application/json": {"schema": _ref(request)}}
     if "images" in request.model_fields:
         properties: dict[str, Any] = {
-            name: {"type": "string", "description": "JSON text, except for mode, filter and model"}
+            name: {"type": "string", "description": "JSON text, except for mode, filter, model and label_set"}
             for name in request.model_fields
         }
         properties["images"] = {"type": "array", "items": {"type": "string", "format": "binary"}}

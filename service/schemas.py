@@ -18,7 +18,12 @@ __all__ = [
     "ErrorAnswer",
     "GalleryAddAnswer",
     "GalleryAddRequest",
+    "LabelSetAnswer",
+    "LabelSetRequest",
+    "LabelSetsAnswer",
     "Pictures",
+    "ReloadAnswer",
+    "ReloadRequest",
     "Request",
     "SearchAnswer",
     "SearchRequest",
@@ -57,7 +62,18 @@ class ClassifyRequest(Pictures):
     templates: list[str] | None = Field(
         None, description="Sentences with {} for the label. Default: the bundle's."
     )
+    label_set: str | None = Field(
+        None, description="Labels kept under this name (GET /label_sets), in place of `labels`."
+    )
     top_k: int = Field(5, ge=1, le=1000)
+    none_threshold: float | None = Field(
+        None,
+        ge=-1,
+        le=1,
+        strict=False,
+        description="Lowest fused cosine (logit / logit_scale) of a label that fits. Default: the bundle's, if any.",
+    )
+    heatmaps: bool = Field(False, description="Also draw where each attribute looks, as PNG.")
 
 
 class EmbedImageRequest(Pictures):
@@ -85,6 +101,18 @@ class GalleryAddRequest(Pictures):
 
     ids: list[str]
     metadata: list[dict[str, Any]] | None = Field(None, description="One flat object per picture.")
+
+
+class LabelSetRequest(Request):
+    """Labels to keep under a name; a set of that name that was sent before is replaced."""
+
+    name: str = Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9._-]+$")
+    labels: list[str]
+    templates: list[str] | None = Field(None, description="Default: the bundle's.")
+
+
+class ReloadRequest(Request):
+    """Which bundle: `model`, or the default."""
 
 
 class ErrorDetail(BaseModel):
@@ -116,6 +144,13 @@ class PictureAnswer(BaseModel):
 
     predictions: list[Prediction]
     warnings: list[str]
+    none_of_these: bool | None = Field(
+        None, description="Whether no label fits; null without a threshold, and in zero_shot mode."
+    )
+    heatmaps: dict[str, str] | None = Field(
+        None,
+        description="By attribute, a PNG (data URI) to lay over the centre crop of the picture; only when asked for.",
+    )
 
 
 class ClassifyAnswer(BaseModel):
@@ -123,6 +158,9 @@ class ClassifyAnswer(BaseModel):
 
     model: str
     mode: str
+    temperature: float = Field(
+        description="Probabilities are softmax(logits / temperature); fitted on validation pictures, else 1."
+    )
     results: list[PictureAnswer | ErrorAnswer]
 
 
@@ -168,6 +206,29 @@ class DeleteAnswer(BaseModel):
     """What was deleted."""
 
     deleted: str
+
+
+class LabelSetAnswer(BaseModel):
+    """A label set; `source` is "sent", or the name of the bundle that holds it."""
+
+    name: str
+    labels: list[str]
+    templates: list[str]
+    source: str
+
+
+class LabelSetsAnswer(BaseModel):
+    """All of them."""
+
+    label_sets: list[LabelSetAnswer]
+
+
+class ReloadAnswer(BaseModel):
+    """Hashes of what was served and of what is served now."""
+
+    model: str
+    sha256_before: str
+    sha256: str
 
 
 R = TypeVar("R", bound=Request)

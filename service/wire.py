@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from dear_serve.errors import BundleError, DearError
+from dear_serve.io_spec import ALL_GRAPHS
 from dear_serve.preprocess import decode_image, thumbnail
 from dear_serve.runtime.base import Float32
 from dear_serve.runtime.predict import PictureResult, Predictor
@@ -21,6 +22,7 @@ __all__ = [
     "Preview",
     "at",
     "cut",
+    "data_uri",
     "first",
     "floats",
     "hit_answer",
@@ -94,23 +96,34 @@ def picture_answer(result: PictureResult) -> dict[str, Any]:
         }
         for p in result.predictions
     ]
-    return {"predictions": predictions, "warnings": result.warnings}
+    answer = {
+        "predictions": predictions,
+        "warnings": result.warnings,
+        "none_of_these": result.none_of_these,
+    }
+    if result.heatmaps:
+        answer["heatmaps"] = {name: data_uri(png, "png") for name, png in result.heatmaps.items()}
+    return answer
+
+
+def data_uri(data: bytes, kind: str) -> str:
+    """An image's bytes as a data URI."""
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
 
 def hit_answer(hit: Hit) -> dict[str, Any]:
     """One entry of /search's `results`; the thumbnail as a data URI."""
-    picture = "data:image/jpeg;base64," + base64.b64encode(hit.thumbnail).decode() if hit.thumbnail else None
     return {
         "id": hit.id,
         "score": hit.score,
         "scores": hit.scores,
         "metadata": hit.metadata,
-        "thumbnail": picture,
+        "thumbnail": data_uri(hit.thumbnail, "jpeg") if hit.thumbnail else None,
     }
 
 
-def model_answer(predictor: Predictor) -> dict[str, Any]:
-    """GET /model: what is served and what runs it."""
+def model_answer(name: str, predictor: Predictor) -> dict[str, Any]:
+    """GET /model: what is served under this name and what runs it."""
     bundle = predictor.bundle
     manifest = bundle.manifest
     try:
@@ -118,7 +131,7 @@ def model_answer(predictor: Predictor) -> dict[str, Any]:
     except BundleError:
         roles = None  # a bundle without attributes needs none
     return {
-        "model": bundle.name,
+        "model": name,
         "sha256": bundle.sha256,
         "base": {"name": manifest.base.name, "sha256": manifest.base.sha256},
         "classes": list(manifest.class_names),
@@ -131,6 +144,9 @@ def model_answer(predictor: Predictor) -> dict[str, Any]:
         "columns": predictor.columns,
         "roles": roles,
         "engine": asdict(predictor.engine.info),
+        "graphs": [graph for graph in ALL_GRAPHS if predictor.engine.has(graph)],
+        "calibration": None if manifest.calibration is None else manifest.calibration.to_dict(),
+        "label_sets": {key: kept.to_dict() for key, kept in manifest.label_sets.items()},
         "metrics": manifest.metrics,
         "files": {name: entry.sha256 for name, entry in manifest.files.items()},
         "format_version": manifest.format_version,

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from starlette.requests import ClientDisconnect
+
 from dear_serve.errors import OverloadError
+from dear_serve.runtime.batching import Deadline, deadline
 
 from .settings import Limits
 
@@ -73,27 +76,49 @@ class Workers:
         self._lock = threading.Lock()
         self.pending = 0
 
-    async def run(self, function: Callable[..., T], *arguments: Any) -> T:
-        """`function(*arguments)` in a thread.
+    async def run(
+        self, function: Callable[..., T], *arguments: Any, gone: Callable[[], Awaitable[None]] | None = None
+    ) -> T:
+        """`function(*arguments)` in a thread, with a deadline that the work in it can see (`batching.deadline`).
 
         A job that runs keeps its place until it ends, even after its caller was told that it took too long, so
-        that slow jobs cannot pile up.
+        that slow jobs cannot pile up; one that still waits gives its place back.
+
+        Args:
+            gone: returns once the caller has hung up; the work is then given up.
 
         Raises:
             OverloadError: when the queue is full, or the answer took longer than `seconds`.
+            ClientDisconnect: the caller has hung up.
         """
         if self.pending >= self._most:
             raise OverloadError(f"{self.pending} requests are waiting already; try again in a moment")
-        future: Future[T] = self._pool.submit(function, *arguments)
+        until = Deadline(self._seconds)
+        future: Future[T] = self._pool.submit(_within, until, function, arguments)
         with self._lock:
             self.pending += 1
         future.add_done_callback(self._done)
+        answer = asyncio.wrap_future(future)
+        answer.add_done_callback(_heard)
+        left = None if gone is None else asyncio.ensure_future(gone())
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(future), self._seconds)
-        except asyncio.TimeoutError:
-            raise OverloadError(
-                f"no answer within {self._seconds:g} s; send less, or try again later"
-            ) from None
+            waited: set[asyncio.Future[Any]] = {answer} if left is None else {answer, left}
+            await asyncio.wait(
+                waited,
+                timeout=self._seconds,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+        finally:
+            if left is not None:
+                left.cancel()
+            if not answer.done():
+                until.cancel()
+                answer.cancel()
+        if answer.cancelled():
+            if left is not None and left.done() and not left.cancelled():
+                raise ClientDisconnect
+            raise OverloadError(f"no answer within {self._seconds:g} s; send less, or try again later")
+        return answer.result()
 
     def _done(self, _: Future[Any]) -> None:
         with self._lock:
@@ -102,3 +127,18 @@ class Workers:
     def close(self) -> None:
         """Finish what was accepted, then stop the threads."""
         self._pool.shutdown(wait=True)
+
+
+def _within(until: Deadline, function: Callable[..., T], arguments: tuple[Any, ...]) -> T:
+    token = deadline.set(until)
+    try:
+        until.check()
+        return function(*arguments)
+    finally:
+        deadline.reset(token)
+
+
+def _heard(answer: asyncio.Future[Any]) -> None:
+    """An error that comes after its caller has gone is nobody's."""
+    if not answer.cancelled():
+        answer.exception()

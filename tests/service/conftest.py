@@ -14,6 +14,7 @@ from dear_serve.bundle import Bundle
 from dear_serve.gallery import Gallery, gallery_spec
 from dear_serve.runtime.predict import Predictor
 from service.asgi import create_asgi_app
+from service.models import Models
 from service.settings import Limits, Settings
 
 
@@ -84,11 +85,15 @@ def make_client(predictor: Predictor) -> Iterator[Make]:
     """Applications with settings of one's own: `make_client(gallery=…, api_key=…, images=…)`."""
     apps = []
 
-    def make(*, gallery=None, api_key=None, workers=2, **limits) -> Client:
+    def make(*, gallery=None, api_key=None, workers=2, cors=(), models=None, **limits) -> Client:
         settings = Settings(
-            bundle=predictor.bundle.paths.root, api_key=api_key, workers=workers, limits=Limits(**limits)
+            bundles={"tiny": predictor.bundle.paths.root},
+            api_key=api_key,
+            workers=workers,
+            cors=cors,
+            limits=Limits(**limits),
         )
-        app = create_asgi_app(predictor, gallery, settings)
+        app = create_asgi_app(models or Models({"tiny": predictor}, gallery=gallery), settings)
         apps.append(app)
         return Client(app)
 

@@ -30,7 +30,7 @@ def test_trained_classes_by_default(client, picture):
     assert (answer["model"], answer["mode"]) == ("tiny", "adapted")
     assert len(answer["results"]) == 2
     for result in answer["results"]:
-        assert set(result) == {"predictions", "warnings"}
+        assert set(result) == {"predictions", "warnings", "none_of_these"}
         predictions = result["predictions"]
         assert sorted(p["label"] for p in predictions) == ["cat", "red cup", "tree"]
         assert math.isclose(sum(p["probability"] for p in predictions), 1, abs_tol=1e-5)

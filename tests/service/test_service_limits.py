@@ -224,8 +224,8 @@ def test_metrics_name_routes_not_paths(search_client, picture):
     assert "secret-name" not in text
     for expected in (
         'bentoml_service_request_total{endpoint="/gallery/{id}",http_response_code="200",service_name="dear"} 1.0',
-        'dear_stage_seconds_count{stage="decode"}',
-        'dear_stage_seconds_count{stage="infer"}',
+        'dear_stage_seconds_count{stage="preprocess"}',
+        'dear_stage_seconds_count{stage="core"}',
         'dear_stage_seconds_count{stage="search"} 1.0',
         'dear_batch_size_count{kind="image"}',
         'dear_class_features_cache_total{result="miss"}',

@@ -149,6 +149,6 @@ def test_another_bundles_gallery_stops_the_server(fake_bundle, tmp_path):
 
 
 def test_the_engine_must_be_exported(fake_bundle):
-    settings = Settings(bundle=fake_bundle.paths.root, engine="onnx")
+    settings = Settings(bundles={"tiny": fake_bundle.paths.root}, engine="onnx")
     with pytest.raises(BundleError, match="dear-export"):
         check(settings)
