@@ -20,7 +20,7 @@ import importlib.util
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ __all__ = [
     "NOISE",
     "ClusterConfig",
     "Clusters",
+    "Encoder",
     "Lexicon",
     "cluster_descriptions",
     "concept_entropy",
@@ -83,6 +84,22 @@ class Lexicon:
             return cls(concepts=concepts, carriers=tuple(map(str, data.get("carriers", ()))))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{path} does not hold a lexicon: {error}", field="concepts") from error
+
+    def with_concepts(self, phrases: Mapping[str, Sequence[str]]) -> Lexicon:
+        """This lexicon with further concepts, or further seeds of those it has."""
+        concepts = dict(self.concepts)
+        for name, seeds in phrases.items():
+            concepts[name] = (*concepts.get(name, ()), *seeds)
+        return Lexicon(concepts=concepts, carriers=self.carriers)
+
+    def require(self, attributes: Sequence[str]) -> None:
+        """Raise ConfigError if one of `attributes` is no concept of this lexicon."""
+        if unknown := [a for a in attributes if a not in self.concepts]:
+            raise ConfigError(
+                f"attributes {unknown} are not concepts of the lexicon ({', '.join(self.concepts)}); give phrases for "
+                "them with --phrases FILE, or seed phrases with --concepts FILE",
+                field="attributes",
+            )
 
     def without_carriers(self, text: str) -> str:
         """`text` after every carrier that matches all of it was taken off, in the order listed; never empty."""
@@ -136,6 +153,8 @@ class Clusters:
     """(M,) cluster of each description, -1 for noise."""
     names: tuple[str, ...]
     """Concept of each cluster."""
+    profiles: Array
+    """(M, C) share of each of the lexicon's concepts in each description, rows sum to 1: rule 2."""
 
     @property
     def concepts(self) -> list[str]:
@@ -164,9 +183,11 @@ def cluster_descriptions(
 
     embeddings = np.asarray(encode([lexicon.without_carriers(t) for t in texts]), np.float64)
     centroids = lexicon.centroids(encode)
+    profiles = _profiles(embeddings, centroids)
     if len(texts) <= config.min_cluster_size:  # too few for any density
-        return Clusters(labels=np.full(len(texts), -1, np.int64), names=())
-    points = _profile(embeddings, centroids) if config.space == "profile" else embeddings
+        return Clusters(labels=np.full(len(texts), -1, np.int64), names=(), profiles=profiles)
+    # Euclid between square roots of distributions is Hellinger's distance
+    points = np.sqrt(profiles) if config.space == "profile" else embeddings
     labels = hdbscan.HDBSCAN(
         min_cluster_size=config.min_cluster_size,
         min_samples=config.min_samples,
@@ -175,7 +196,8 @@ def cluster_descriptions(
         core_dist_n_jobs=1,
     ).fit_predict(points)
     labels = np.asarray(labels, np.int64)
-    return Clusters(labels=labels, names=name_clusters(embeddings, labels, centroids, list(lexicon.concepts)))
+    names = name_clusters(embeddings, labels, centroids, list(lexicon.concepts))
+    return Clusters(labels=labels, names=names, profiles=profiles)
 
 
 def name_clusters(
@@ -203,11 +225,11 @@ def concept_entropy(counts: Sequence[float] | Counter[str]) -> float:
     return max(0.0, float(-(p * np.log2(p)).sum()))
 
 
-def _profile(embeddings: Array, centroids: Array) -> Array:
-    """Square roots of each description's concept distribution: Euclid between them is Hellinger's distance."""
+def _profiles(embeddings: Array, centroids: Array) -> Array:
+    """Each description's distribution over the concepts."""
     scores = _SHARPNESS * embeddings @ centroids.T
     p = np.exp(scores - scores.max(1, keepdims=True))
-    out: Array = np.sqrt(p / p.sum(1, keepdims=True))
+    out: Array = p / p.sum(1, keepdims=True)
     return out
 
 

@@ -15,7 +15,7 @@ from dear_serve.errors import ConfigError
 from training.captions import attribute_prompts
 from training.world_vocab import ATTRIBUTES, with_article
 
-__all__ = ["PHRASES", "general_descriptions", "load_descriptions", "unique", "world_descriptions"]
+__all__ = ["PHRASES", "fill", "general_descriptions", "load_descriptions", "unique", "world_descriptions"]
 
 PHRASES = Path(__file__).parent / "phrases.json"
 _OBJECT_WORDINGS = 2  # of the training wordings; the other attributes have fewer values and take all of them
@@ -35,7 +35,7 @@ def general_descriptions(path: Path = PHRASES) -> dict[str, str]:
                 words = [w.strip() for w in group["words"].split(";")]
                 for template in group["templates"]:
                     for word in words:
-                        pool.setdefault(_fill(template, word), concept)
+                        pool.setdefault(fill(template, word), concept)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} does not hold templates and words by concept: {error}") from error
     return pool
@@ -82,5 +82,6 @@ def unique(texts: Iterable[str]) -> list[str]:
     return list(seen.values())
 
 
-def _fill(template: str, word: str) -> str:
+def fill(template: str, word: str) -> str:
+    """`template` with `word` for {} and with its article for {a}."""
     return template.replace("{a}", with_article(word)).replace("{}", word)

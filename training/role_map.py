@@ -8,11 +8,11 @@ from pathlib import Path
 from dear_serve.dear.roles import HeadRole, Roles
 from dear_serve.errors import MissingDependencyError
 
-__all__ = ["check_matplotlib", "draw_role_map"]
+__all__ = ["FILLS", "LEGEND", "check_matplotlib", "draw_role_map", "kind_of"]
 
 # Light enough for black text, apart in lightness so that the map reads without color too.
-_FILLS = {"attribute": "#7fbf9f", "mixed": "#f0d58c", "generalization": "#e4e4e4", "other": "#b9d4ee"}
-_LEGEND = {
+FILLS = {"attribute": "#7fbf9f", "mixed": "#f0d58c", "generalization": "#e4e4e4", "other": "#b9d4ee"}
+LEGEND = {
     "attribute": "expert of an attribute",
     "other": "expert of another concept",
     "mixed": "mixed",
@@ -46,7 +46,9 @@ def draw_role_map(roles: Roles, path: Path) -> None:
     axes = figure.add_subplot()
     for head in roles.heads:
         x, y = head.head, head.layer - roles.first_block
-        axes.add_patch(Rectangle((x, y), 1, 1, facecolor=_FILLS[_kind(roles, head)], edgecolor="white", lw=2))
+        axes.add_patch(
+            Rectangle((x, y), 1, 1, facecolor=FILLS[kind_of(roles, head)], edgecolor="white", lw=2)
+        )
         axes.text(x + 0.5, y + 0.6, head.concept or "-", ha="center", va="center", fontsize=9)
         axes.text(x + 0.5, y + 0.28, f"{head.entropy:.2f} bits", ha="center", va="center", fontsize=7)
     axes.set(xlim=(0, columns), ylim=(0, rows), xlabel="head", ylabel="block")
@@ -58,7 +60,7 @@ def draw_role_map(roles: Roles, path: Path) -> None:
     low, high = roles.thresholds
     axes.set_title(f"Head roles of {roles.base}, thresholds {low:.2f} and {high:.2f} bits", fontsize=10)
     figure.legend(
-        handles=[Patch(facecolor=_FILLS[kind], label=text) for kind, text in _LEGEND.items()],
+        handles=[Patch(facecolor=FILLS[kind], label=text) for kind, text in LEGEND.items()],
         loc="outside lower center",
         ncols=2 if columns < 6 else 4,
         fontsize=8,
@@ -68,7 +70,8 @@ def draw_role_map(roles: Roles, path: Path) -> None:
     figure.savefig(path, metadata={"Software": None})
 
 
-def _kind(roles: Roles, head: HeadRole) -> str:
+def kind_of(roles: Roles, head: HeadRole) -> str:
+    """Key of `FILLS` and `LEGEND`: the role, or "other" for experts of what is no attribute."""
     if head.role == "attribute" and roles.core_attribute(head.layer, head.head) is None:
         return "other"
     return head.role

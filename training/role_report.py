@@ -1,4 +1,7 @@
-"""From head outputs to roles: TEXTSPAN, clusters, entropy, thresholds (method.md §1.2 to §1.6)."""
+"""From head outputs to roles: TEXTSPAN, clusters, entropy, thresholds (method.md §1.2 to §1.6).
+
+L' blocks looked at, H heads, e width of one head, D joint width, M descriptions.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,20 @@ from dear_serve.config import StrictConfig
 from dear_serve.dear.roles import Description, HeadRole, Role, Roles
 from dear_serve.errors import ConfigError
 from training.concepts import NOISE, ClusterConfig, Clusters, Lexicon, cluster_descriptions, concept_entropy
-from training.probe import HeadOutputs
-from training.textspan import textspan_of_covariance
+from training.head_values import HeadOutputs
+from training.textspan import span_texts
 
-__all__ = ["BaseIdentity", "RoleReport", "RolesConfig", "assign_role", "classify", "tercile_thresholds"]
+__all__ = [
+    "BaseIdentity",
+    "Chosen",
+    "RoleReport",
+    "RolesConfig",
+    "assign",
+    "assign_role",
+    "choose_descriptions",
+    "classify",
+    "tercile_thresholds",
+]
 
 Encoder = Callable[[Sequence[str]], npt.NDArray[np.float32]]
 
@@ -39,6 +52,8 @@ class RolesConfig(StrictConfig):
     thresholds: tuple[float, float] | None = None
     """Entropy in bits below and above; None for the terciles over the classified heads (ours)."""
     clusters: ClusterConfig = field(default_factory=ClusterConfig)
+    phrases: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Phrases of attributes of one's own, stored with the roles."""
 
     def __post_init__(self) -> None:
         if not self.attributes or len(set(self.attributes)) != len(self.attributes):
@@ -63,7 +78,17 @@ class BaseIdentity:
 
     name: str
     sha256: str
-    head_width: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """What TEXTSPAN found for one head."""
+
+    descriptions: tuple[Description, ...]
+    explained: float
+    """Share of the head's variance that the descriptions explain, 0 to 1."""
+    variance: float
+    """Total variance of the head's contribution over the pictures."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +98,8 @@ class RoleReport:
     roles: Roles
     shares: tuple[dict[str, float], ...]
     """Per head in the roles' order: concept (noise included) -> P, largest first."""
-    explained: tuple[float, ...]
-    """Per head: share of its variance that its descriptions explain."""
+    chosen: tuple[Chosen, ...]
+    """Per head its descriptions, and how much they explain."""
     descriptions: tuple[str, ...]
     """All recorded descriptions, each once."""
     clusters: Clusters
@@ -115,10 +140,11 @@ class RoleReport:
                 {
                     "layer": head.layer,
                     "head": head.head,
-                    "explained": round(explained, 4),
+                    "variance": float(f"{chosen.variance:.6g}"),
+                    "explained": round(chosen.explained, 4),
                     "shares": {k: round(v, 4) for k, v in share.items()},
                 }
-                for head, share, explained in zip(self.roles.heads, self.shares, self.explained, strict=True)
+                for head, share, chosen in zip(self.roles.heads, self.shares, self.chosen, strict=True)
             ],
             "warnings": self.warnings(),
         }
@@ -146,54 +172,90 @@ def classify(
     Raises:
         ConfigError: an attribute that the lexicon lacks, or a pool that doesn't fit.
     """
-    unknown = [a for a in config.attributes if a not in lexicon.concepts]
-    if unknown:
-        raise ConfigError(
-            f"attributes {unknown} are not concepts of the lexicon ({', '.join(lexicon.concepts)}); add seed phrases "
-            "for them with --concepts FILE",
-            field="attributes",
+    chosen = choose_descriptions(outputs, outputs.value_covariances(), pool, config)
+    return assign(outputs, chosen, encode=encode, lexicon=lexicon, base=base, config=config)
+
+
+def choose_descriptions(
+    outputs: HeadOutputs,
+    covariances: npt.NDArray[np.float64],
+    pool: tuple[Sequence[str], npt.NDArray[np.float32]],
+    config: RolesConfig,
+) -> list[Chosen]:
+    """TEXTSPAN for every head, in the order of `HeadOutputs.heads`.
+
+    Args:
+        outputs: the heads.
+        covariances: (L', H, e, e) of their values.
+        pool: M descriptions and their text features (M, D).
+        config: top_n and rank.
+    """
+    texts, raw = pool
+    features = np.asarray(raw, np.float64)
+    lengths = np.linalg.norm(features, axis=1, keepdims=True)
+    features = features / np.where(lengths > 0, lengths, 1.0)
+    chosen = []
+    for i, h in outputs.heads:
+        directions, r = outputs.directions(i, h)
+        covariance = r.T @ covariances[i, h] @ r
+        found = span_texts(
+            covariance, features @ directions.T, rank=config.rank or len(directions), steps=config.top_n
         )
-    texts, features = pool
-    layers, heads = outputs.covariance.shape[:2]
-    chosen = [
-        _descriptions(outputs.covariance[i, h], texts, features, config=config, head_width=base.head_width)
-        for i in range(layers)
-        for h in range(heads)
-    ]
-    recorded = tuple(dict.fromkeys(d.text for ds in chosen for d in ds))
+        total = max(float(np.trace(covariance)), 1e-30)
+        chosen.append(
+            Chosen(
+                descriptions=tuple(Description(text=texts[j], variance=float(f"{v:.6g}")) for j, v in found),
+                explained=sum(v for _, v in found) / total,
+                variance=total,
+            )
+        )
+    return chosen
+
+
+def assign(
+    outputs: HeadOutputs,
+    chosen: Sequence[Chosen],
+    *,
+    encode: Encoder,
+    lexicon: Lexicon,
+    base: BaseIdentity,
+    config: RolesConfig,
+) -> RoleReport:
+    """Clusters, entropies, thresholds and roles from the heads' descriptions; see `classify`."""
+    lexicon.require(config.attributes)
+    recorded = tuple(dict.fromkeys(d.text for c in chosen for d in c.descriptions))
     clusters = cluster_descriptions(recorded, encode=encode, lexicon=lexicon, config=config.clusters)
     concept_of = dict(zip(recorded, clusters.concepts, strict=True))
-    weights = [_weights(ds, concept_of, config.share) for ds in chosen]
+    weights = [_weights(c.descriptions, concept_of, config.share) for c in chosen]
     entropies = [concept_entropy(list(w.values())) if w else 0.0 for w in weights]
     low, high = config.thresholds or tercile_thresholds(entropies)
+    layers, count = outputs.basis.shape[:2]
+    first = outputs.last_block - layers + 1
+    heads = tuple(
+        HeadRole(
+            layer=first + i,
+            head=h,
+            role=assign_role(entropy, (low, high), dominant := next(iter(weight), "")),
+            concept=dominant,
+            entropy=round(entropy, 6),
+            descriptions=c.descriptions,
+        )
+        for (i, h), entropy, weight, c in zip(outputs.heads, entropies, weights, chosen, strict=True)
+    )
     return RoleReport(
         roles=Roles(
             base=base.name,
             base_sha256=base.sha256,
             layers=outputs.last_block,
-            heads_per_layer=heads,
-            first_block=outputs.last_block - layers + 1,
+            heads_per_layer=count,
+            first_block=first,
             attributes=config.attributes,
             thresholds=(low, high),
-            heads=tuple(
-                HeadRole(
-                    layer=outputs.last_block - layers + 1 + i // heads,
-                    head=i % heads,
-                    role=assign_role(entropy, (low, high), dominant := next(iter(weight), "")),
-                    concept=dominant,
-                    entropy=round(entropy, 6),
-                    descriptions=ds,
-                )
-                for i, (entropy, weight, ds) in enumerate(zip(entropies, weights, chosen, strict=True))
-            ),
+            heads=heads,
+            phrases=config.phrases,
         ),
         shares=tuple({k: v / sum(w.values()) for k, v in w.items()} for w in weights),
-        explained=tuple(
-            sum(d.variance for d in ds) / max(float(np.trace(cov)), 1e-30)
-            for ds, cov in zip(
-                chosen, outputs.covariance.reshape(-1, *outputs.covariance.shape[2:]), strict=True
-            )
-        ),
+        chosen=tuple(chosen),
         descriptions=recorded,
         clusters=clusters,
     )
@@ -226,15 +288,3 @@ def _weights(found: Sequence[Description], concept_of: dict[str, str], share: st
         concept = concept_of[description.text]
         weights[concept] = weights.get(concept, 0.0) + (description.variance if share == "variance" else 1.0)
     return dict(sorted(weights.items(), key=lambda item: (-item[1], item[0])))
-
-
-def _descriptions(
-    covariance: np.ndarray,
-    texts: Sequence[str],
-    features: npt.NDArray[np.float32],
-    *,
-    config: RolesConfig,
-    head_width: int,
-) -> tuple[Description, ...]:
-    found = textspan_of_covariance(covariance, features, rank=config.rank or head_width, steps=config.top_n)
-    return tuple(Description(text=texts[i], variance=float(f"{v:.6g}")) for i, v in found)

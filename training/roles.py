@@ -1,40 +1,40 @@
-"""Head roles of a base by concept entropy: roles.json, a report and a picture (method.md §1).
+"""Head roles of a base by concept entropy: roles.json, a report, a page and a picture (method.md §1).
 
     python -m training.roles --base dear-mini --out roles.json
     python -m training.roles --base ViT-B-16/openai --images photos/ --out roles/vit-b-16.json
+    python -m training.roles --base ViT-B-16/openai --images photos/ --labelled labels.csv --out roles/vit-b-16.json
+    python -m training.roles --base dear-mini --phrases warmth.json --out warm/roles.json
     python -m training.roles --base dear-mini --sentence-encoder clip --thresholds 0.5,1.5 --out roles.json
 
-Beside OUT.json it writes OUT.report.json (parameters, clusters with their descriptions, shares per head, warnings) and
-OUT.png (the map of layers and heads). Equal input gives equal bytes.
+Beside OUT.json it writes OUT.html (everything to look at), OUT.report.json (the same as data) and OUT.png (the map of
+blocks and heads). Equal input gives equal bytes. A stopped run goes on where it was. See training/ROLES.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
+import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from tqdm import tqdm
 
-from dear_serve.backbone.zoo import Base, load_base
 from dear_serve.command import run_command
-from dear_serve.config import DearConfig, default_first_block
 from dear_serve.dear.roles import Roles
 from dear_serve.errors import ConfigError
-from training.concepts import LEXICON, ClusterConfig, Lexicon
-from training.descriptions import general_descriptions, load_descriptions, unique, world_descriptions
-from training.probe import folder_pictures, head_outputs, world_pictures
+from training.causal import CausalCheck
+from training.role_compute import RoleOptions, RoleResult, compute_roles
+from training.role_html import render
 from training.role_map import check_matplotlib, draw_role_map
-from training.role_report import BaseIdentity, RoleReport, RolesConfig, classify
-from training.sentences import sentence_encoder, text_features
 
 __all__ = ["main", "table"]
+
+_DEFAULTS = RoleOptions()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -45,7 +45,23 @@ def _parser() -> argparse.ArgumentParser:
         epilog="examples:\n" + "\n".join(x for x in doc.splitlines() if x.startswith("    python")),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument
+    _add_inputs(parser.add_argument_group("what is looked at"))
+    _add_method(parser.add_argument_group("method"))
+    _add_checks(parser.add_argument_group("checks"))
+    add = parser.add_argument_group("place").add_argument
+    add("--out", type=Path, required=True, help="roles.json to write")
+    add(
+        "--state",
+        type=Path,
+        help="folder to go on from after a stop (default: beside --out; removed at the end)",
+    )
+    add("--threads", type=int, default=os.cpu_count() or 1, help="default: %(default)s")
+    add("--debug", action="store_true", help="show the traceback of an error")
+    return parser
+
+
+def _add_inputs(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
     add(
         "--base",
         default="dear-mini",
@@ -53,41 +69,66 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--images", type=Path, help="folder of pictures (default for dear-mini's world: rendered ones)")
     add("--count", type=int, default=1000, help="pictures at most (default: %(default)s)")
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        help="of the choice of pictures and of the checks (default: %(default)s)",
+    )
     add("--descriptions", type=Path, help="file with one description a line (default: the pool that ships)")
-    add("--concepts", type=Path, default=LEXICON, help="concept lexicon (default: the one that ships)")
-    add("--attributes", type=_words, default=DearConfig().attributes, help="comma-separated concepts")
+    add(
+        "--concepts",
+        type=Path,
+        default=_DEFAULTS.concepts,
+        help="concept lexicon (default: the one that ships)",
+    )
+    add(
+        "--attributes",
+        type=_words,
+        default=(),
+        help="comma-separated concepts (default: the paper's five, and those of --phrases)",
+    )
+    add("--phrases", type=Path, help='attributes of your own: JSON {"NAME": ["phrase", ...]}')
+    add("--layers", type=_layers, help="J-L, from 1 (default: the last third)")
+
+
+def _add_method(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
     add(
         "--top-n",
         type=int,
-        default=RolesConfig.top_n,
+        default=_DEFAULTS.top_n,
         help="descriptions a head at most (default: %(default)s)",
     )
     add("--rank", type=int, default=0, help="directions of a head's output kept (default: a head's width)")
-    add(
-        "--share",
-        default=RolesConfig.share,
-        choices=("variance", "count"),
-        help="what P(c) counts (default: %(default)s)",
-    )
+    shares = ("variance", "count")
+    add("--share", default=_DEFAULTS.share, choices=shares, help="what P(c) counts (default: %(default)s)")
     add("--thresholds", type=_thresholds, help="terciles (default) or LOW,HIGH in bits")
     add(
         "--sentence-encoder",
         default="sbert",
         help="sbert (default), clip, or a folder for sentence-transformers",
     )
-    add("--first-block", type=int, default=0, help="J, from 1 (default: the last third)")
+    spaces = ("profile", "embedding")
+    add("--cluster-space", default=_DEFAULTS.cluster_space, choices=spaces, help="default: %(default)s")
+    add("--min-cluster-size", type=int, default=_DEFAULTS.min_cluster_size, help="default: %(default)s")
+
+
+def _add_checks(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
     add(
-        "--cluster-space",
-        default=ClusterConfig.space,
-        choices=("profile", "embedding"),
-        help="default: %(default)s",
+        "--labelled",
+        type=Path,
+        help="pictures labelled per attribute for the causal check: a CSV file with columns path and attributes, or "
+        "DIR/<attribute>/<value>/ (default for dear-mini's world: rendered ones)",
     )
-    add("--min-cluster-size", type=int, default=ClusterConfig.min_cluster_size, help="default: %(default)s")
-    add("--seed", type=int, default=0, help="of the choice of pictures (default: %(default)s)")
-    add("--out", type=Path, required=True, help="roles.json to write")
-    add("--threads", type=int, default=os.cpu_count() or 1, help="default: %(default)s")
-    add("--debug", action="store_true", help="show the traceback of an error")
-    return parser
+    add("--labelled-count", type=int, default=0, help="of them at most (default: 200; 1000 rendered ones)")
+    add(
+        "--bootstrap",
+        type=int,
+        default=20,
+        help="rounds over pictures and over descriptions (default: %(default)s)",
+    )
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -104,102 +145,29 @@ def _thresholds(text: str) -> tuple[float, float] | None:
     return low, high
 
 
-def _check(args: argparse.Namespace, base: Base | None = None) -> None:
+def _layers(text: str) -> tuple[int, int]:
+    try:
+        first, last = map(int, text.split("-"))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not J-L, such as 9-12") from error
+    return first, last
+
+
+def _check(args: argparse.Namespace) -> None:
     """What can be said before the minutes of work."""
     if args.out.suffix != ".json":
         raise ConfigError(f"--out {args.out} must end in .json", field="out")
-    if args.count < 2 or args.seed < 0 or args.threads < 1:
-        raise ConfigError(
-            f"--count {args.count}, --seed {args.seed}, --threads {args.threads}: 2, 0 and 1 at least",
-            field="count",
-        )
-    layers = base.config.vision.layers if base else args.first_block
-    if not 0 <= args.first_block <= layers:
-        raise ConfigError(
-            f"--first-block {args.first_block}: the image tower has blocks 1 to {layers}", field="first_block"
-        )
+    if args.threads < 1:
+        raise ConfigError(f"--threads {args.threads}: 1 at least", field="threads")
     check_matplotlib()
 
 
-def _renders(base: Base) -> bool:
-    """Whether rendered pictures suit this base: dear-mini, or a file of its shape."""
-    return base.name == "dear-mini" or (
-        base.config.vision.image_size == 64 and base.config.preprocess.mean == (0.5, 0.5, 0.5)
-    )
+def _options(args: argparse.Namespace) -> RoleOptions:
+    return RoleOptions(**{f.name: getattr(args, f.name) for f in dataclasses.fields(RoleOptions)})
 
 
-def _pictures(args: argparse.Namespace, base: Base) -> tuple[str, Iterator[Tensor]]:
-    if args.images is not None:
-
-        def skipped(path: Path, reason: str) -> None:
-            print(f"warning: {path} left out: {reason}", file=sys.stderr)
-
-        batches = folder_pictures(
-            args.images, args.count, base.config.preprocess, seed=args.seed, skipped=skipped
-        )
-        return f"pictures in {args.images.name}", batches
-    if not _renders(base):
-        raise ConfigError(
-            f"base {args.base!r} needs --images DIR, a folder of pictures like those it will be used on",
-            field="images",
-        )
-    return "rendered pictures of the attribute world", world_pictures(args.count, seed=args.seed)
-
-
-def _pool(args: argparse.Namespace, base: Base) -> tuple[str, list[str]]:
-    if args.descriptions is not None:
-        return f"descriptions in {args.descriptions.name}", load_descriptions(args.descriptions)
-    if _renders(base):
-        return "the attribute world's vocabulary and general phrases", unique(
-            [*world_descriptions(), *general_descriptions()]
-        )
-    return "general phrases", unique(general_descriptions())
-
-
-def _compute(args: argparse.Namespace) -> tuple[RoleReport, dict[str, Any]]:
-    base = load_base(args.base)
-    _check(args, base)
-    config = RolesConfig(
-        attributes=args.attributes,
-        top_n=args.top_n,
-        rank=args.rank,
-        share=args.share,
-        thresholds=args.thresholds,
-        clusters=ClusterConfig(space=args.cluster_space, min_cluster_size=args.min_cluster_size),
-    )
-    lexicon = Lexicon.load(args.concepts)
-    pool_name, texts = _pool(args, base)
-    pictures_name, batches = _pictures(args, base)
-    encoder_name, encode = sentence_encoder(args.sentence_encoder, base.clip)
-    first = args.first_block or default_first_block(base.config.vision.layers)
-    with tqdm(total=args.count, unit="picture", desc="head outputs", disable=None) as bar:
-        outputs = head_outputs(
-            base.clip, batches, first_block=first, progress=lambda seen: _advance(bar, seen)
-        )
-    report = classify(
-        outputs,
-        pool=(texts, text_features(base.clip, texts)),
-        encode=encode,
-        lexicon=lexicon,
-        base=BaseIdentity(
-            name=base.name,
-            sha256=base.sha256,
-            head_width=base.config.vision.width // base.config.vision.heads,
-        ),
-        config=config,
-    )
-    facts = {
-        "pictures": {"what": pictures_name, "count": outputs.pictures, "seed": args.seed},
-        "descriptions": {"what": pool_name, "count": len(texts)},
-        "sentence_encoder": encoder_name,
-        "largest_error_of_sum": float(f"{outputs.largest_error:.1e}"),
-        "config": config.to_dict(),
-    }
-    return report, facts
-
-
-def _advance(bar: tqdm[Any], seen: int) -> None:
-    bar.update(seen - bar.n)
+def _told(path: Path, reason: str) -> None:
+    print(f"warning: {path} left out: {reason}", file=sys.stderr)
 
 
 def table(roles: Roles) -> str:
@@ -219,18 +187,42 @@ def table(roles: Roles) -> str:
     return "\n".join(lines)
 
 
-def _write(out: Path, report: RoleReport, facts: dict[str, Any]) -> None:
+def _causal_table(causal: CausalCheck, roles: Roles) -> str:
+    """Points of accuracy lost and, small changes apart, the rise of cross-entropy."""
+    names = list(causal.accuracy)
+    lines = [f"{'silenced: points lost / nats':<32}" + "".join(f"{n:>16}" for n in names)]
+    lines.append(
+        f"{'(whole model, accuracy in %)':<32}" + "".join(f"{100 * causal.accuracy[n]:>16.1f}" for n in names)
+    )
+    named = [
+        (f"{h.layer}.{h.head} {roles.core_attribute(h.layer, h.head) or h.role}", c)
+        for h, c in zip(roles.heads, causal.heads, strict=True)
+    ]
+    named += [(f"{name} ({len(heads)})", cost) for name, (heads, cost) in causal.groups.items()]
+    for name, cost in named:
+        cells = [
+            f"{100 * cost.lost[n]:.1f}{'*' if cost.dearest() == n else ''} /{cost.nats[n]:6.2f}"
+            for n in names
+        ]
+        lines.append(f"{name:<32}" + "".join(f"{c:>16}" for c in cells))
+    return "\n".join(lines)
+
+
+def _write(out: Path, result: RoleResult) -> None:
     """Each file whole or not at all; roles.json last."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_name(f".{out.stem}.partial.png")
-    draw_role_map(report.roles, partial)
-    partial.replace(out.with_suffix(".png"))
-    partial = out.with_name(f".{out.name}.partial")
-    data = {"base": report.roles.base, "base_sha256": report.roles.base_sha256, **facts, **report.to_dict()}
-    partial.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    partial.replace(out.with_suffix(".report.json"))
-    report.roles.save(partial)
-    partial.replace(out)
+    _put(out.with_suffix(".png"), lambda path: draw_role_map(result.report.roles, path))
+    page = render(result.page, result.warnings)
+    _put(out.with_suffix(".html"), lambda path: path.write_text(page, encoding="utf-8"))
+    data = json.dumps(result.to_dict(), indent=1) + "\n"
+    _put(out.with_suffix(".report.json"), lambda path: path.write_text(data, encoding="utf-8"))
+    _put(out, result.report.roles.save)
+
+
+def _put(path: Path, write: Callable[[Path], Any]) -> None:
+    partial = path.with_name(f".{path.stem}.partial{path.suffix}")
+    write(partial)
+    partial.replace(path)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -241,26 +233,37 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> None:
     threads = torch.get_num_threads()
+    state = args.state or args.out.with_name(f".{args.out.stem}.state")
     try:
         _check(args)
         torch.set_num_threads(args.threads)
-        report, facts = _compute(args)
-        _write(args.out, report, facts)
+        result = compute_roles(_options(args), state=state, skipped=_told)
+        _write(args.out, result)
     finally:
         torch.set_num_threads(threads)
-    print(table(report.roles))
+    shutil.rmtree(state, ignore_errors=True)
+    _print(args.out, result)
+
+
+def _print(out: Path, result: RoleResult) -> None:
+    page, roles = result.page, result.page.roles
+    facts, stability = page.facts, page.stability
+    print(table(roles))
+    if page.causal:
+        print(_causal_table(page.causal, roles))
+        print("; ".join(page.causal.findings(roles)))
+    for s in stability:
+        print(f"{s.share:.0%} of heads keep their role when the {s.over} are drawn anew ({s.rounds} rounds)")
     print(
+        f"{sum(page.chance.specialized)} of {len(roles.heads)} heads lie below chance; "
         f"{facts['pictures']['count']} {facts['pictures']['what']}; {facts['descriptions']['count']} descriptions: "
-        f"{facts['descriptions']['what']}; sentence encoder: {facts['sentence_encoder']}"
+        f"{facts['descriptions']['what']}; sentence encoder: {facts['sentence_encoder']}; "
+        f"{len(page.report.clusters.names)} clusters, {page.report.noise:.0%} of the recorded descriptions are noise"
     )
-    print(
-        f"{len(report.clusters.names)} clusters, {report.noise:.0%} of the recorded descriptions in none (noise)"
-    )
-    for warning in report.warnings():
+    for warning in result.warnings:
         print(f"warning: {warning}")
-    print(
-        f"wrote {args.out}, {args.out.with_suffix('.report.json').name}, {args.out.with_suffix('.png').name}"
-    )
+    others = ", ".join(out.with_suffix(s).name for s in (".html", ".report.json", ".png"))
+    print(f"wrote {out}, {others}")
 
 
 if __name__ == "__main__":

@@ -29,13 +29,19 @@ _BATCH = 256
 
 
 @torch.no_grad()
-def text_features(clip: Clip, texts: Sequence[str]) -> Floats:
-    """Text features of `clip`, (M, D) float32, unit length; texts longer than the context are cut."""
+def text_features(
+    clip: Clip, texts: Sequence[str], *, progress: Callable[[int], object] | None = None
+) -> Floats:
+    """Text features of `clip`, (M, D) float32, unit length; texts longer than the context are cut.
+
+    `progress` is told how many texts each batch had.
+    """
     tokens = Tokenizer.from_open_clip(context_length=clip.config.text.context_length)(texts)
-    rows = [
-        clip.encode_text(torch.from_numpy(part[:, : int(token_lengths(part).max())]))
-        for part in (tokens[i : i + _BATCH] for i in range(0, len(tokens), _BATCH))
-    ]
+    rows = []
+    for part in (tokens[i : i + _BATCH] for i in range(0, len(tokens), _BATCH)):
+        rows.append(clip.encode_text(torch.from_numpy(part[:, : int(token_lengths(part).max())])))
+        if progress:
+            progress(len(part))
     out: Floats = torch.cat(rows).float().numpy()
     return out
 

@@ -1,7 +1,7 @@
 """TEXTSPAN: which texts span what an attention head writes (Gandelsman, Efros, Steinhardt, ICLR 2024; method.md §1.2).
 
-Everything the algorithm needs from a head is the covariance of its contributions, so `Moments` gathers that over
-batches and memory does not grow with the number of pictures.
+Everything the algorithm needs from a head is the covariance of its contributions, which `Moments` gathers batch by
+batch, so memory does not grow with the number of pictures.
 
 n pictures, M texts, D joint width, r rank.
 """
@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from dear_serve.errors import ConfigError
 
-__all__ = ["Moments", "textspan", "textspan_of_covariance"]
+__all__ = ["Moments", "span_texts", "textspan", "textspan_of_covariance"]
 
 Array = npt.NDArray[np.float64]
 _RELATIVE_ZERO = 1e-10  # of a head's total variance (or of the largest score): less is rounding
@@ -91,13 +91,29 @@ def textspan_of_covariance(
 ) -> list[tuple[int, float]]:
     """`textspan` from the covariance (D, D) of the contributions: its leading eigenvectors are C's right singular
     vectors.
-
-    Texts are scaled to unit length, then projected. A text's score is the variance of the projections onto its
-    projected feature, not scaled up again, as in the source: a text that lies mostly outside the head's span cannot
-    win by the little that is left of it.
     """
     t = np.asarray(texts, np.float64)
     _check(covariance, t, rank, steps)
+    lengths = np.linalg.norm(t, axis=1, keepdims=True)
+    return span_texts(covariance, t / np.where(lengths > 0, lengths, 1.0), rank=rank, steps=steps)
+
+
+def span_texts(covariance: Array, texts: Array, *, rank: int, steps: int) -> list[tuple[int, float]]:
+    """The greedy choice itself, in any orthonormal coordinates of a space that holds the head's whole output.
+
+    A text's score is the variance of the projections onto its projected feature, not scaled up again, as in the
+    source: a text that lies mostly outside the head's span cannot win by the little that is left of it.
+
+    Args:
+        covariance: (k, k), of the head's output in these coordinates.
+        texts: (M, k) text features of unit length in the joint space, projected into these coordinates.
+        rank: r.
+        steps: N.
+
+    Raises:
+        ConfigError: as `textspan`.
+    """
+    _check(covariance, texts, rank, steps)
     values, vectors = np.linalg.eigh(covariance)
     total = float(values.clip(0).sum())
     kept = np.argsort(values)[::-1][:rank]
@@ -105,12 +121,11 @@ def textspan_of_covariance(
     if not len(kept):
         return []
     sigma = np.diag(values[kept])  # C's covariance in its own leading directions, (r, r)
-    lengths = np.linalg.norm(t, axis=1, keepdims=True)
-    t = (t / np.where(lengths > 0, lengths, 1.0)) @ vectors[:, kept]
+    t = texts @ vectors[:, kept]
     chosen: list[tuple[int, float]] = []
-    floor = _RELATIVE_ZERO * float(np.einsum("mr,rs,ms->m", t, sigma, t).max())
+    floor = _RELATIVE_ZERO * float(((t @ sigma) * t).sum(1).max())
     for _ in range(min(steps, len(kept))):
-        scores = np.einsum("mr,mr->m", t @ sigma, t)
+        scores = ((t @ sigma) * t).sum(1)
         best = float(scores.max())
         if best <= floor:
             break

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -62,6 +62,8 @@ class Roles(StrictConfig):
     heads: tuple[HeadRole, ...]
     method: str = "concept-entropy"
     version: int = ROLES_VERSION
+    phrases: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Attributes of one's own and their phrases, which differ in that attribute alone; search uses them too."""
 
     def __post_init__(self) -> None:
         if self.version != ROLES_VERSION:
@@ -80,6 +82,12 @@ class Roles(StrictConfig):
                 f"{self.heads_per_layer} heads each are expected, in order",
                 field="heads",
             )
+        for name, phrases in self.phrases.items():
+            if name not in self.attributes or len(set(phrases)) < 2:
+                raise ConfigError(
+                    f"phrases of {name!r}: {list(phrases)}; two or more, of an attribute of these roles, are needed",
+                    field="phrases",
+                )
 
     def at(self, layer: int, head: int) -> HeadRole:
         """The role of one head (block from 1, head from 0)."""
@@ -126,8 +134,11 @@ class Roles(StrictConfig):
         return replace(self, heads=heads, method=f"permuted-{seed}")
 
     def save(self, path: Path) -> None:
-        """Write JSON."""
-        path.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+        """Write JSON, in the form of `dear_serve/assets/roles.schema.json`."""
+        data = self.to_dict()
+        if not self.phrases:  # as files were before there were any
+            del data["phrases"]
+        path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path) -> Roles:
