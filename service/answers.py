@@ -1,4 +1,4 @@
-"""What /classify, /embed, /label_sets and /model answer: requests checked, the library called, names of the contract."""
+"""Answers of /classify, /embed, /label_sets and /model: requests checked, the library called, the names of the API."""
 
 from __future__ import annotations
 
