@@ -111,10 +111,10 @@ class Lexicon:
 
     def centroids(self, encode: Encoder) -> Array:
         """Mean seed embedding of each concept, unit length, (number of concepts, E)."""
-        rows = [
-            np.asarray(encode([self.without_carriers(s) for s in seeds]), np.float64).mean(0)
-            for seeds in self.concepts.values()
-        ]
+        texts = [self.without_carriers(s) for seeds in self.concepts.values() for s in seeds]
+        flat = np.asarray(encode(texts), np.float64)
+        ends = np.cumsum([len(seeds) for seeds in self.concepts.values()])
+        rows = [part.mean(0) for part in np.split(flat, ends[:-1])]
         return _unit(np.stack(rows))
 
 

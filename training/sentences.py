@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,11 @@ Floats = npt.NDArray[np.float32]
 _BATCH = 256
 
 
+@lru_cache(maxsize=4)
+def _tokenizer(context_length: int) -> Tokenizer:
+    return Tokenizer.from_open_clip(context_length=context_length)
+
+
 @torch.no_grad()
 def text_features(
     clip: Clip, texts: Sequence[str], *, progress: Callable[[int], object] | None = None
@@ -36,7 +42,7 @@ def text_features(
 
     `progress` is told how many texts each batch had.
     """
-    tokens = Tokenizer.from_open_clip(context_length=clip.config.text.context_length)(texts)
+    tokens = _tokenizer(clip.config.text.context_length)(texts)
     rows = []
     for part in (tokens[i : i + _BATCH] for i in range(0, len(tokens), _BATCH)):
         rows.append(clip.encode_text(torch.from_numpy(part[:, : int(token_lengths(part).max())])))
