@@ -27,9 +27,9 @@ from torch import Tensor
 from dear_serve.config import PreprocessConfig
 from dear_serve.labels import class_features
 from dear_serve.tokenizer import Tokenizer, clean_text
-from training.evaluate import Scores, Towers, pixel_batches
 from training.items import Item, Task
 from training.prepare import read_templates
+from training.scoring import Scores, Towers, pixel_batches
 
 __all__ = ["LinearProbe", "add_baselines", "ensemble", "fit_probe"]
 
@@ -171,7 +171,7 @@ def add_baselines(
 
     Args:
         scores: on the task's test splits, as `evaluate` gives them.
-        task: with training pictures, and validation pictures if there are any.
+        task: with validation pictures if there are any; without training pictures there is no linear probe.
         towers: of the model that was scored.
         tokenizer: of its base.
         templates: of splits without templates of their own.
@@ -185,7 +185,9 @@ def add_baselines(
         return np.array([item.label for item in items], dtype=np.int64)
 
     val = (frozen(task.val), labels(task.val)) if task.val else None
-    probe = fit_probe(frozen(task.train), labels(task.train), task.class_names, val=val)
+    probe = (
+        fit_probe(frozen(task.train), labels(task.train), task.class_names, val=val) if task.train else None
+    )
     out = []
     for split in scores:
         own = task.split_templates(split.split, templates)
@@ -193,7 +195,7 @@ def add_baselines(
         for mode, texts in (("zero_shot_single", own[:1]), ("zero_shot_ensemble", ensemble(own))):
             classes = class_features(split.class_names, texts, towers.zero_shot_text, tokenizer)
             others[mode] = np.asarray((split.features @ classes.T).argmax(1), dtype=np.int64)
-        predicted = probe.predict(split.features, split.class_names)
+        predicted = None if probe is None else probe.predict(split.features, split.class_names)
         if predicted is not None:
             others["linear_probe"] = predicted
         out.append(replace(split, others=others))

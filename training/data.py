@@ -23,12 +23,14 @@ from training.layouts import load_data
 from training.shots import coop_shots, draw, few_shot
 
 __all__ = [
+    "TARGET_PROTOCOLS",
     "DataSet",
     "Item",
     "PictureCheck",
     "Task",
     "Tests",
     "coop_shots",
+    "distinct_names",
     "few_shot",
     "fingerprint",
     "load_data",
@@ -37,6 +39,7 @@ __all__ = [
 ]
 
 TARGET_PROTOCOLS = ("cross-dataset", "domain")
+"""Those that test on other data sets."""
 
 
 def make_task(
@@ -134,7 +137,9 @@ def test_splits(
     if protocol == "domain":
         for target in targets:
             _check_same_classes(data, target)
-    sources = dict(zip(_distinct([found.name for found in (data, *targets)]), (data, *targets), strict=True))
+    sources = dict(
+        zip(distinct_names([found.name for found in (data, *targets)]), (data, *targets), strict=True)
+    )
     return {name: (found.class_names, _readable(found, check)) for name, found in sources.items()}, sources
 
 
@@ -160,7 +165,7 @@ def _check_same_classes(data: DataSet, target: DataSet) -> None:
         )
 
 
-def _distinct(names: Sequence[str]) -> list[str]:
+def distinct_names(names: Sequence[str]) -> list[str]:
     """`names`, a number added to those that were there before."""
     out: list[str] = []
     for name in names:

@@ -1,261 +1,68 @@
-"""Zero-shot and adapted accuracy on a data set's test pictures, of a model in training or of a bundle.
-
-python -m training.evaluate BUNDLE DATA [--engine torch|onnx] [--protocol few-shot|base-to-novel]
-"""
+"""Zero-shot and adapted accuracy of a bundle: python -m training.evaluate BUNDLE DATA…"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
-
-import numpy as np
-import numpy.typing as npt
-import torch
+from typing import get_args
 
 from dear_serve.bundle import Bundle
 from dear_serve.command import run_command
-from dear_serve.config import PreprocessConfig
-from dear_serve.dear.model import DearModel
-from dear_serve.labels import class_features, fused_logits, softmax, zero_shot_logits
-from dear_serve.preprocess import preprocess_bytes
-from dear_serve.runtime import Engine, open_engine
-from dear_serve.tokenizer import Tokenizer
-from training.data import DataSet, Item, PictureCheck, load_data, make_task
-from training.tables import harmonic_mean, spread, table
+from dear_serve.errors import DataError
+from dear_serve.labels import validate_templates
+from dear_serve.runtime import open_engine
+from dear_serve.tokenizer import Tokenizer, clean_text
+from training.baselines import add_baselines
+from training.checks import PictureCheck
+from training.config import Protocol
+from training.data import TARGET_PROTOCOLS, distinct_names, make_task, test_splits
+from training.items import DataSet, Task, some
+from training.recipe import open_data
+from training.scoring import EngineTowers, evaluate, summary
+from training.tables import table, write_tables
 
-__all__ = [
-    "EngineTowers",
-    "ModelTowers",
-    "Scores",
-    "Towers",
-    "evaluate",
-    "harmonic_mean",
-    "main",
-    "pixel_batches",
-    "spread",
-    "summary",
-    "table",
-]
-
-Float32 = npt.NDArray[np.float32]
-Int64 = npt.NDArray[np.int64]
-BATCH = 64
-
-
-class Towers(Protocol):
-    """What evaluation asks of a model; every array as in `dear_serve.runtime.base`."""
-
-    alpha: tuple[float, ...]
-    logit_scale: float
-
-    def images(self, pixels: Float32) -> tuple[Float32, Float32, Float32]:
-        """Adapted class feature (B, D), attribute features (B, K, D), zero-shot feature (B, D)."""
-
-    def text(self, tokens: Int64) -> Float32:
-        """Adapted text features (B, D)."""
-
-    def zero_shot_text(self, tokens: Int64) -> Float32:
-        """Frozen text features (B, D)."""
-
-
-class ModelTowers:
-    """A `DearModel`, in training or loaded. Adapted and zero-shot features share one pass of the frozen blocks."""
-
-    def __init__(self, model: DearModel) -> None:
-        self._model = model
-        self.alpha = tuple(model.fusion.alpha.detach().cpu().tolist())
-        self.logit_scale = model.clip.tau
-
-    def images(self, pixels: Float32) -> tuple[Float32, Float32, Float32]:
-        with torch.inference_mode():
-            trunk = self._model.image_trunk(self._tensor(pixels))
-            cls, attributes = self._model.image_head(trunk)
-            frozen = self._model.zero_shot_head(trunk)
-        return cls.cpu().numpy(), attributes.cpu().numpy(), frozen.cpu().numpy()
-
-    def text(self, tokens: Int64) -> Float32:
-        with torch.inference_mode():
-            features: Float32 = self._model.text_features(self._tensor(tokens)).cpu().numpy()
-        return features
-
-    def zero_shot_text(self, tokens: Int64) -> Float32:
-        with torch.inference_mode():
-            features: Float32 = self._model.zero_shot_text(self._tensor(tokens)).cpu().numpy()
-        return features
-
-    def _tensor(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._model.clip.logit_scale.device)
-
-
-class EngineTowers:
-    """A bundle run by any engine."""
-
-    def __init__(self, engine: Engine, bundle: Bundle) -> None:
-        self._engine = engine
-        self.alpha = bundle.manifest.alpha
-        self.logit_scale = bundle.manifest.logit_scale
-
-    def images(self, pixels: Float32) -> tuple[Float32, Float32, Float32]:
-        adapted = self._engine.encode_image(pixels)
-        return adapted.cls, adapted.attributes, self._engine.encode_image_zero_shot(pixels)
-
-    def text(self, tokens: Int64) -> Float32:
-        return self._engine.encode_text(tokens)
-
-    def zero_shot_text(self, tokens: Int64) -> Float32:
-        return self._engine.encode_text_zero_shot(tokens)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scores:
-    """What a model said of the pictures of one test split."""
-
-    split: str
-    class_names: tuple[str, ...]
-    items: tuple[Item, ...]
-    zero_shot: Int64
-    """Predicted class of each picture, (n,)."""
-    adapted: Int64
-    """(n,)."""
-    confidence: Float32
-    """Adapted probability of the predicted class, (n,)."""
-    features: Float32 = field(default_factory=lambda: np.zeros((0, 0), np.float32))
-    """Frozen image features (n, D), from which baselines can be scored."""
-    others: Mapping[str, Int64] = field(default_factory=dict)
-    """Predictions (n,) of baselines, by the modes of `tables.ROWS`."""
-
-    @property
-    def labels(self) -> Int64:
-        """True class of each picture, (n,)."""
-        return np.array([item.label for item in self.items], dtype=np.int64)
-
-    def has(self, mode: str) -> bool:
-        """Whether there are predictions of `mode`."""
-        return mode in ("zero_shot", "adapted") or mode in self.others
-
-    def predicted(self, mode: str) -> Int64:
-        """Predicted classes (n,); `mode` is "zero_shot", "adapted" or one of `others`."""
-        return {"zero_shot": self.zero_shot, "adapted": self.adapted, **self.others}[mode]
-
-    def accuracy(self, mode: str) -> float:
-        """Share of right predictions of a mode, 0 to 1."""
-        return float(np.mean(self.predicted(mode) == self.labels))
-
-
-def evaluate(
-    towers: Towers,
-    tests: dict[str, tuple[tuple[str, ...], tuple[Item, ...]]],
-    *,
-    tokenizer: Tokenizer,
-    templates: Sequence[str],
-    preprocess: PreprocessConfig,
-    progress: Callable[[Sequence[Item]], Iterable[Item]] = iter,
-) -> list[Scores]:
-    """Scores on each test split, its pictures among its own class names (both modes with the same templates)."""
-    return [
-        _evaluate_split(
-            towers,
-            name,
-            items,
-            _Classes(
-                names=names,
-                adapted=class_features(names, templates, towers.text, tokenizer),
-                zero_shot=class_features(names, templates, towers.zero_shot_text, tokenizer),
-            ),
-            pixel_batches(progress(items), preprocess),
-        )
-        for name, (names, items) in tests.items()
-    ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Classes:
-    names: tuple[str, ...]
-    adapted: Float32
-    zero_shot: Float32
-
-
-def _evaluate_split(
-    towers: Towers, name: str, items: tuple[Item, ...], classes: _Classes, batches: Iterable[Float32]
-) -> Scores:
-    zero_shot, adapted, confidence, features = [], [], [], []
-    for pixels in batches:
-        cls, attributes, frozen = towers.images(pixels)
-        features.append(frozen)
-        zero_shot.append(zero_shot_logits(frozen, classes.zero_shot, towers.logit_scale).argmax(1))
-        logits, _ = fused_logits(cls, attributes, classes.adapted, towers.alpha, towers.logit_scale)
-        adapted.append(logits.argmax(1))
-        confidence.append(softmax(logits).max(1))
-    return Scores(
-        split=name,
-        class_names=classes.names,
-        items=items,
-        zero_shot=np.concatenate(zero_shot),
-        adapted=np.concatenate(adapted),
-        confidence=np.concatenate(confidence),
-        features=np.concatenate(features),
-    )
-
-
-def pixel_batches(items: Iterable[Item], config: PreprocessConfig) -> Iterator[Float32]:
-    """Batches (B, 3, S, S) of the pictures, in order."""
-    batch: list[Float32] = []
-    for item in items:
-        batch.append(preprocess_bytes(item.path.read_bytes(), config))
-        if len(batch) == BATCH:
-            yield np.stack(batch)
-            batch = []
-    if batch:
-        yield np.stack(batch)
-
-
-# --- numbers --------------------------------------------------------------------------------------
-
-
-def summary(scores: Sequence[Scores], *, targets: Sequence[str] = ()) -> dict[str, float]:
-    """Accuracies (0 to 1) by mode and split, as in "zero_shot_base", "adapted_base", ….
-
-    Base and novel also give their harmonic means "…_hm", and `targets`, splits that are other data sets, their
-    averages "…_average". A mode that is not defined on some of the splits (a linear probe on novel classes) has
-    neither.
-    """
-    modes = ["zero_shot", "adapted", *dict.fromkeys(mode for s in scores for mode in s.others)]
-    numbers = {f"{m}_{s.split}": s.accuracy(m) for m in modes for s in scores if s.has(m)}
-    for mode in modes:
-        halves = [numbers.get(f"{mode}_{half}") for half in ("base", "novel")]
-        if halves[0] is not None and halves[1] is not None:
-            numbers[f"{mode}_hm"] = harmonic_mean(halves[0], halves[1])
-        others = [numbers[f"{mode}_{target}"] for target in targets if f"{mode}_{target}" in numbers]
-        if targets and len(others) == len(targets):
-            numbers[f"{mode}_average"] = float(np.mean(others))
-    return numbers
-
-
-# --- command line ---------------------------------------------------------------------------------
+__all__ = ["main"]
 
 _EXAMPLES = """examples:
   python -m training.evaluate runs/flowers data/flowers
-  python -m training.evaluate runs/flowers data/flowers --protocol base-to-novel --engine onnx
-"""
+  python -m training.evaluate runs/flowers data/flowers --protocol base-to-novel --engine onnx --baselines
+  python -m training.evaluate runs/imagenet imagenet_a imagenet_r --protocol domain --root DATA --json table.json
+
+DATA is what training takes: image folders, CSV or split JSON files, with --root also the names of recipes.
+cross-dataset and domain make one table of all DATA, whose unsplit folders are tested on as a whole; the others make a
+table each. Nothing is chosen on test pictures.
+
+exit status: 0 done; 1 something failed; 2 bad options, bundle or pictures; 3 something is not installed."""
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m training.evaluate",
-        description="Zero-shot and adapted accuracy of a bundle on a data set's test pictures.",
+        description="Zero-shot and adapted accuracy of a bundle on test pictures.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("bundle", type=Path, help="a bundle's folder")
-    parser.add_argument("data", type=Path, nargs="+", help="image folders, CSV or split JSON files")
+    parser.add_argument("data", nargs="+", help="image folders, CSV or split JSON files, names of recipes")
+    parser.add_argument("--root", type=Path, help="the folder that holds the recipes' folders")
     parser.add_argument("--engine", choices=("torch", "onnx"), default="torch", help="default: %(default)s")
-    parser.add_argument("--protocol", choices=("few-shot", "base-to-novel"), default="few-shot")
     parser.add_argument(
-        "--template", action="append", help="a text with one {}; repeatable (default: the bundle's)"
+        "--protocol", choices=get_args(Protocol), default="few-shot", help="default: %(default)s"
     )
+    parser.add_argument(
+        "--template",
+        action="append",
+        help="a text with one {}; repeatable (default: the recipe's, else the bundle's)",
+    )
+    parser.add_argument(
+        "--baselines", action="store_true", help="rows for other prompts and for a linear probe too"
+    )
+    parser.add_argument("--shots", type=int, default=16, help="of the linear probe (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="of its draw (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="write the tables to this file too")
+    parser.add_argument("--html", type=Path, help="write the tables to this page too")
     parser.add_argument(
         "--skip-unreadable", action="store_true", help="leave out pictures that cannot be read"
     )
@@ -263,26 +70,73 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _task_tests(
-    data: DataSet, protocol: str, *, skip: bool
-) -> dict[str, tuple[tuple[str, ...], tuple[Item, ...]]]:
-    check = PictureCheck(skip=skip)
-    return make_task(data, protocol=protocol, shots=1, seed=0, check=check).tests
+def _tasks(args: argparse.Namespace, bundle: Bundle) -> list[tuple[str, Task]]:
+    """What is tested, by title; with training pictures only where a linear probe needs them."""
+    check = PictureCheck(skip=args.skip_unreadable)
+    apart = args.protocol in TARGET_PROTOCOLS
+    sets = [open_data(name, args.root, target=apart)[0] for name in args.data]
+    if apart:
+        return [(", ".join(args.data), _joined(sets, args.protocol, check, bundle))]
+    if args.baselines:
+        options = {"protocol": args.protocol, "shots": args.shots, "seed": args.seed, "check": check}
+        return [(name, make_task(data, **options)) for name, data in zip(args.data, sets, strict=True)]
+    tasks = []
+    for name, data in zip(args.data, sets, strict=True):
+        tests, sources = test_splits(data, args.protocol, check)
+        own = {split: found.templates for split, found in sources.items() if found.templates}
+        tasks.append((name, Task(class_names=data.class_names, train=(), tests=tests, templates=own)))
+    return tasks
+
+
+def _joined(sets: Sequence[DataSet], protocol: str, check: PictureCheck, bundle: Bundle) -> Task:
+    """A task with a split for each data set; for "domain", once all their classes are the bundle's."""
+    trained = {clean_text(name) for name in bundle.manifest.class_names}
+    tests = {}
+    names = distinct_names([data.name for data in sets])
+    for name, data in zip(names, sets, strict=True):
+        other = [c for c in data.class_names if clean_text(c) not in trained]
+        if protocol == "domain" and other:
+            raise DataError(
+                f"{data.root} has {len(other)} classes that {bundle.name} was not trained on: {some(other)}; "
+                "the domain protocol tests the same classes on other pictures (cross-dataset: other classes)"
+            )
+        tests[name] = test_splits(data, "all", check)[0]["all"]
+    own = {name: data.templates for name, data in zip(names, sets, strict=True) if data.templates}
+    return Task(
+        class_names=bundle.manifest.class_names, train=(), tests=tests, templates=own, targets=tuple(names)
+    )
 
 
 def _run(args: argparse.Namespace) -> None:
     bundle = Bundle.open(args.bundle)
+    given = validate_templates(args.template) if args.template else ()
+    default = given or bundle.manifest.templates
     towers = EngineTowers(open_engine(bundle, args.engine), bundle)
-    for path in args.data:
-        scores = evaluate(
-            towers,
-            _task_tests(load_data(path), args.protocol, skip=args.skip_unreadable),
-            tokenizer=Tokenizer.from_file(bundle.paths.tokenizer),
-            templates=args.template or bundle.manifest.templates,
-            preprocess=bundle.manifest.preprocess,
-        )
-        print(f"{bundle.name} on {path}, accuracy in % ({args.engine})")
-        print(table([summary(scores)]))
+    tokenizer = Tokenizer.from_file(bundle.paths.tokenizer)
+    preprocess = bundle.manifest.preprocess
+    tables = []
+    for title, made in _tasks(args, bundle):
+        task = replace(made, templates={}) if given else made
+        scores = [
+            found
+            for split, pictures in task.tests.items()
+            for found in evaluate(
+                towers,
+                {split: pictures},
+                tokenizer=tokenizer,
+                templates=task.split_templates(split, default),
+                preprocess=preprocess,
+            )
+        ]
+        if args.baselines:
+            scores = add_baselines(
+                scores, task, towers, tokenizer=tokenizer, templates=default, preprocess=preprocess
+            )
+        runs = [summary(scores, targets=task.targets)]
+        tables.append((f"{bundle.name} on {title}", runs))
+        print(f"{bundle.name} on {title}, accuracy in % ({args.engine})")
+        print(table(runs))
+    write_tables(tables, seeds=[args.seed], json_file=args.json, html_file=args.html)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -18,11 +18,11 @@ from training.baselines import add_baselines
 from training.cache import CachedTrunks, PlainTrunks
 from training.config import TrainConfig
 from training.data import DataSet, PictureCheck, Task, fingerprint, load_data, make_task
-from training.evaluate import ModelTowers, Scores, evaluate, summary
 from training.loop import Fit, TextSide
 from training.prepare import Prepared, build_model, prepare, resolve_device
 from training.results import Outcome, SeedResult, write_bundle
 from training.resume import check_resumed, describe
+from training.scoring import ModelTowers, Scores, evaluate, summary
 
 __all__ = ["Console", "Options", "Result", "SeedResult", "run"]
 

@@ -14,8 +14,9 @@ import numpy as np
 
 from dear_serve.dear.roles import HeadRole, Roles
 from dear_serve.preprocess import decode_image, thumbnail
-from training.evaluate import Scores, spread
 from training.loop import COLUMNS
+from training.scoring import Scores
+from training.tables import spread
 
 __all__ = ["Report", "render"]
 

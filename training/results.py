@@ -15,11 +15,11 @@ from dear_serve.bundle import BaseRef, BundlePaths, BundleWriter, Manifest, save
 from dear_serve.labels import class_features
 from dear_serve.runtime.base import Float32
 from training.config import TrainConfig
-from training.evaluate import ModelTowers, Scores
 from training.loop import COLUMNS
 from training.prepare import Prepared, build_model
 from training.readouts import build_readouts
 from training.report import Report, render
+from training.scoring import ModelTowers, Scores
 from training.tables import spread
 
 __all__ = ["Outcome", "SeedResult", "write_bundle"]

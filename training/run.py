@@ -15,21 +15,27 @@ from tqdm import tqdm
 from dear_serve.command import run_command
 from dear_serve.errors import ConfigError
 from training.config import Protocol, TrainConfig, read_recipe
-from training.evaluate import table
 from training.experiment import Options, run
+from training.items import DataSet
 from training.prepare import read_templates
+from training.recipe import known_recipes, open_data
+from training.tables import table, write_tables
 
 __all__ = ["main"]
 
 T = TypeVar("T")
+Group = argparse._ArgumentGroup
 
 _EXAMPLES = """examples:
   python -m training.run data/flowers
   python -m training.run data/flowers --base ViT-B-16/openai --shots 16 --protocol base-to-novel --seeds 1,2,3
   python -m training.run data/flowers --recipe flowers.toml --out runs/flowers --resume
+  python -m training.run oxford_pets --root DATA --roles vit-b-16.roles.json --baselines
+  python -m training.run imagenet --root DATA --protocol domain --test-on imagenet_a --test-on imagenet_r
 
 DATA is an image folder (train/[val/]test/<class>/…, or <class>/… which is split 70 to 30), a CSV file with columns
-path,label,split, or a JSON file with lists train, val, test of [path, label, class name].
+path,label,split, or a JSON file with lists train, val, test of [path, label, class name]. With --root it may also be
+a recipe: the name of a known data set (--list-recipes), or a TOML file with a table [data]. Nothing is downloaded.
 
 exit status: 0 done; 1 stopped (go on with --resume) or a failed check; 2 bad options or pictures; 3 something is
 not installed."""
@@ -43,8 +49,16 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     defaults = TrainConfig()
-    parser.add_argument("data", type=Path, help="the labelled pictures (below)")
-    task = parser.add_argument_group("task")
+    parser.add_argument("data", nargs="?", default="", help="the labelled pictures (below)")
+    parser.add_argument("--root", type=Path, help="the folder that holds the recipes' folders")
+    parser.add_argument("--list-recipes", action="store_true", help="print the known data sets' names")
+    _task_options(parser.add_argument_group("task"), defaults)
+    _method_options(parser.add_argument_group("method"), defaults)
+    _place_options(parser.add_argument_group("place"))
+    return parser
+
+
+def _task_options(task: Group, defaults: TrainConfig) -> None:
     task.add_argument(
         "--base", help=f"dear-mini, ARCHITECTURE/TAG of open_clip, or a file (default: {defaults.base})"
     )
@@ -54,17 +68,34 @@ def _parser() -> argparse.ArgumentParser:
         help=f"all: every class, every picture (default: {defaults.protocol})",
     )
     task.add_argument(
+        "--test-on",
+        action="append",
+        default=[],
+        metavar="DATA",
+        help="another data set to test on (protocols cross-dataset and domain); repeatable",
+    )
+    task.add_argument(
         "--shots", type=int, help=f"training pictures a class, 0 for all (default: {defaults.shots})"
     )
     task.add_argument("--template", action="append", help="a text with one {} for the class name; repeatable")
     task.add_argument("--templates", type=Path, help="a file of templates, one a line")
     task.add_argument("--skip-unreadable", action="store_true", help="leave out pictures that cannot be read")
+    task.add_argument(
+        "--strict",
+        action="store_true",
+        help="refuse a data set with anything to note, such as copies in two splits",
+    )
+    task.add_argument(
+        "--baselines", action="store_true", help="rows for other prompts and for a linear probe too"
+    )
     seeds = task.add_mutually_exclusive_group()
     seeds.add_argument("--seed", type=int, help=f"default: {defaults.seeds[0]}")
     seeds.add_argument(
         "--seeds", type=_seeds, help="several, as 1,2,3: mean and spread; the first one's is the bundle"
     )
-    method = parser.add_argument_group("method")
+
+
+def _method_options(method: Group, defaults: TrainConfig) -> None:
     method.add_argument("--recipe", type=Path, help="a TOML file of options; the command line goes over it")
     method.add_argument("--epochs", type=int, help=f"default: {defaults.epochs}")
     method.add_argument("--lr", type=float, help=f"peak learning rate (default: {defaults.lr})")
@@ -95,8 +126,12 @@ def _parser() -> argparse.ArgumentParser:
         help=f"smallest crop, a share of the area (default: {defaults.augmentation.crop[0]})",
     )
     method.add_argument("--flip", action="store_const", const=True, help="crops may be mirrored")
-    place = parser.add_argument_group("place")
+
+
+def _place_options(place: Group) -> None:
     place.add_argument("--out", type=Path, help="the bundle to write (default: runs/<name of DATA>)")
+    place.add_argument("--json", type=Path, help="write the table to this file too")
+    place.add_argument("--html", type=Path, help="write the table to this page too")
     place.add_argument("--resume", action="store_true", help="go on with a stopped run of the same options")
     place.add_argument(
         "--cache", type=Path, help="folder of the frozen blocks' output (default: beside --out)"
@@ -106,15 +141,20 @@ def _parser() -> argparse.ArgumentParser:
     place.add_argument("--device", default="auto", help="cpu, cuda, or auto (default)")
     place.add_argument("--quiet", action="store_true", help="no progress bars")
     place.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    return parser
 
 
 def _seeds(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
 
-def _config(args: argparse.Namespace) -> TrainConfig:
-    """Defaults, then the recipe, then the command line."""
+def _sources(args: argparse.Namespace) -> tuple[DataSet, list[DataSet], dict[str, Any]]:
+    """The data set, those to test on, and the options of the data set's recipe."""
+    data, options = open_data(args.data or str(args.recipe), args.root)
+    return data, [open_data(name, args.root, target=True)[0] for name in args.test_on], options
+
+
+def _config(args: argparse.Namespace, known: dict[str, Any]) -> TrainConfig:
+    """Defaults, then the data set's recipe, then --recipe, then the command line."""
     names = ("base", "protocol", "shots", "seeds", "epochs", "lr", "batch_size", "reg", "fusion_reg", "roles")
     given: dict[str, Any] = {n: getattr(args, n) for n in names}
     given["seeds"] = given["seeds"] or (None if args.seed is None else (args.seed,))
@@ -125,7 +165,7 @@ def _config(args: argparse.Namespace) -> TrainConfig:
     crop = None if args.crop is None else (args.crop, 1.0)
     given["augmentation"] = _without_none({"views": args.views, "flip": args.flip, "crop": crop})
     recipe = read_recipe(args.recipe) if args.recipe else {}
-    return TrainConfig().with_options(recipe).with_options(_without_none(given))
+    return TrainConfig().with_options(known).with_options(recipe).with_options(_without_none(given))
 
 
 def _without_none(options: dict[str, Any]) -> dict[str, Any]:
@@ -209,34 +249,47 @@ class _Console:
 
 
 def _main(args: argparse.Namespace) -> None:
+    if args.list_recipes:
+        print("\n".join(known_recipes()))
+        return
     console, start = _Console(quiet=args.quiet), time.monotonic()
-    out = args.out or Path("runs") / args.data.stem
+    data, targets, known = _sources(args)
+    out = args.out or Path("runs") / data.name
+    config = _config(args, known)
     try:
         with _Stop() as should_stop:
             result = run(
-                args.data,
-                _config(args),
+                data,
+                config,
                 Options(
                     out=out,
                     resume=args.resume,
                     cache=None if args.no_cache else args.cache or out.parent / ".cache",
                     cache_limit=int(args.cache_limit * 1e9),
                     skip_unreadable=args.skip_unreadable,
+                    strict=args.strict,
+                    baselines=args.baselines,
                     device=args.device,
                 ),
+                targets=targets,
                 console=console,
                 should_stop=should_stop,
             )
     finally:
         console.end()
-    print(f"{args.data}: accuracy in %")
+    print(f"{args.data or data.name}: accuracy in %")
     print(table(result.runs))
     print(f"bundle {out}, report {out / 'report.html'} ({time.monotonic() - start:.0f} s)")
+    title = f"{data.name}: {config.protocol} on {config.base}"
+    write_tables([(title, result.runs)], seeds=config.seeds, json_file=args.json, html_file=args.html)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; the exit status."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if not (args.data or args.recipe or args.list_recipes):
+        parser.error("no data: give an image folder, a CSV or split JSON file, or a recipe and --root")
     return run_command(lambda: _main(args), debug=args.debug)
 
 

@@ -20,10 +20,11 @@ from dear_serve.errors import BaseModelError, BundleError, ConfigError, DearErro
 from dear_serve.runtime import open_engine
 from training import evaluate
 from training.data import Item
-from training.evaluate import Scores, harmonic_mean, spread, summary, table
 from training.experiment import Options, run
 from training.prepare import choose_roles, prepare, resolve_device
 from training.run import main
+from training.scoring import Scores, summary
+from training.tables import harmonic_mean, spread, table
 
 
 @pytest.fixture(scope="module")
