@@ -64,6 +64,8 @@ class TrainConfig(StrictConfig):
     """lambda_reg of method.md §5."""
     fusion_reg: float = 0.1
     """lambda_fusion of method.md §5."""
+    attribute_reg: float = 0.0
+    """Weight of holding the attribute features, as fused, to the frozen class feature (ours; 0: the paper's loss)."""
     roles: str = ""
     """A roles.json; "mixed" or "generalization" for every head; "random:SEED": the base's own, redealt; "": those."""
     templates: tuple[str, ...] = ()
@@ -75,7 +77,7 @@ class TrainConfig(StrictConfig):
         for name, least in (("shots", 0), ("epochs", 1), ("batch_size", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} is {getattr(self, name)}; give {least} or more", field=name)
-        for name in ("weight_decay", "reg", "fusion_reg"):
+        for name in ("weight_decay", "reg", "fusion_reg", "attribute_reg"):
             if not 0.0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name} is {getattr(self, name)}; give 0 or more", field=name)
         if not 0.0 < self.lr < float("inf"):

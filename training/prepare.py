@@ -119,8 +119,17 @@ def choose_roles(option: str, base: Base, dear: DearConfig) -> Roles:
     if kind == "random":
         if not seed.isdecimal():
             raise ConfigError(f"roles are {option!r}; give a seed, as in random:1", field="roles")
-        return _own_roles(base).permuted(int(seed))
-    return _fitting(Roles.load(Path(option)), base, option) if option else _own_roles(base)
+        return _from_block(_own_roles(base), dear.first_block).permuted(int(seed))
+    roles = _fitting(Roles.load(Path(option)), base, option) if option else _own_roles(base)
+    return _from_block(roles, dear.first_block)
+
+
+def _from_block(roles: Roles, first_block: int) -> Roles:
+    """Roles of a later J, the heads of earlier blocks left out; as they are where there is nothing to leave out."""
+    if roles.first_block >= first_block:
+        return roles
+    heads = tuple(head for head in roles.heads if head.layer >= first_block)
+    return replace(roles, first_block=first_block, heads=heads)
 
 
 def _own_roles(base: Base) -> Roles:

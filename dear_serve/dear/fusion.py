@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 __all__ = ["Fusion"]
@@ -29,6 +30,17 @@ class Fusion(nn.Module):
     def alpha(self) -> Tensor:
         """(K+1,), positive, sums to 1."""
         return self.weights.softmax(0)
+
+    def attribute_side(self, attributes: Tensor) -> Tensor:
+        """Direction of what the attributes add to the fused image side, sum over k >= 1 of alpha_k f_k (ours).
+
+        Args:
+            attributes: f_1..f_K, (B, K, D).
+
+        Returns:
+            (B, D), L2-normalised; zeros without attributes.
+        """
+        return F.normalize(torch.einsum("k,bkd->bd", self.alpha[1:], attributes), dim=-1)
 
     def forward(self, cls: Tensor, attributes: Tensor, class_features: Tensor) -> tuple[Tensor, Tensor]:
         """Fused logits and what each feature contributed to them.
