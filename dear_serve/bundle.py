@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -26,12 +27,15 @@ from dear_serve import __version__
 from dear_serve.atomic import FolderWriter, recover_folder
 from dear_serve.dear.roles import Roles
 from dear_serve.errors import BundleError, ConfigError
+from dear_serve.labels import validate_labels, validate_templates
 from dear_serve.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
     BaseRef,
     BundlePaths,
+    Calibration,
     FileEntry,
+    LabelSet,
     Manifest,
     Readout,
 )
@@ -42,7 +46,9 @@ __all__ = [
     "Bundle",
     "BundlePaths",
     "BundleWriter",
+    "Calibration",
     "FileEntry",
+    "LabelSet",
     "Manifest",
     "Readout",
     "load_arrays",
@@ -215,18 +221,48 @@ class Bundle:
             BundleError: the other files are not what the manifest says, or another bundle has taken its place.
         """
         with BundleWriter(self.paths.root) as writer:
-            for relative, entry in self.manifest.files.items():
-                if not relative.startswith(f"{name}/"):
-                    _link(self.paths.root / relative, writer.paths.root / relative)
-                    _check_file(writer.paths.root / relative, relative, entry, verify=True)
+            self._keep(writer, without=f"{name}/")
             folder = writer.paths.root / name
             folder.mkdir()
             fill(folder)
-            if not self.is_current():
-                raise BundleError(
-                    f"{self.name} was replaced by another bundle meanwhile; run this again on it"
-                )
-            return writer.commit(update(self.manifest) if update else self.manifest)
+            return self._replace(writer, update(self.manifest) if update else self.manifest)
+
+    def store_label_set(
+        self, name: str, labels: Sequence[str] | None, templates: Sequence[str] = ()
+    ) -> Bundle:
+        """Keep labels under a name, in place of those that were there, or take the name out; nothing else changes.
+
+        Args:
+            name: letters, digits and . _ -, at most 100. labels: None takes the set out. templates: none: the bundle's.
+
+        Raises LabelError (labels, templates), ConfigError (the name), BundleError as `replace_folder`.
+        """
+        sets = {key: kept for key, kept in self.manifest.label_sets.items() if key != name}
+        if not re.fullmatch(r"[A-Za-z0-9._-]{1,100}", name):
+            raise ConfigError(f"{name!r:.80} is no name; use letters, digits and . _ -", field="name")
+        if labels is not None:
+            checked = validate_labels(labels)
+            sets[name] = LabelSet(
+                labels=checked, templates=validate_templates(templates) if templates else ()
+            )
+        elif name not in self.manifest.label_sets:
+            known = ", ".join(sets) or "it has none"
+            raise ConfigError(f"{self.name} has no label set {name!r}; known: {known}", field="name")
+        with BundleWriter(self.paths.root) as writer:
+            self._keep(writer)
+            return self._replace(writer, replace(self.manifest, label_sets=sets))
+
+    def _keep(self, writer: BundleWriter, *, without: str | None = None) -> None:
+        """Every file, but those whose path starts so, linked into the new bundle."""
+        for relative, entry in self.manifest.files.items():
+            if without is None or not relative.startswith(without):
+                _link(self.paths.root / relative, writer.paths.root / relative)
+                _check_file(writer.paths.root / relative, relative, entry, verify=True)
+
+    def _replace(self, writer: BundleWriter, manifest: Manifest) -> Bundle:
+        if not self.is_current():
+            raise BundleError(f"{self.name} was replaced by another bundle meanwhile; run this again on it")
+        return writer.commit(manifest)
 
 
 def _stamp(paths: BundlePaths) -> tuple[int, ...] | None:

@@ -22,6 +22,8 @@ __all__ = ["main"]
 _EXAMPLES = """examples:
   dear-serve demo --no-serve
   dear-serve serve runs/flowers --gallery runs/gallery
+  dear-serve serve flowers=runs/a/bundle pets=runs/b/bundle
+  dear-serve labels runs/flowers garden garden.txt --template "a photo of a {} in a garden"
   dear-serve index runs/flowers pictures/ --gallery runs/gallery
   dear-serve search runs/flowers --gallery runs/gallery --image rose.jpg --attribute color
   dear-serve doctor
@@ -72,12 +74,15 @@ def _parser() -> argparse.ArgumentParser:
         "--quick", action="store_true", help="one seed, few epochs: see that it works, not how well"
     )
 
-    serve = add("serve", _serve, "answer over HTTP", "dear-serve serve runs/flowers --port 3000")
-    serve.add_argument("bundle", type=Path)
-    serve.add_argument("--gallery", type=Path, help="folder of a gallery, made when it is not there")
-    serve.add_argument("--host", default="127.0.0.1", help="address to bind (%(default)s: this machine only)")
-    serve.add_argument("--port", type=int, default=3000)
-    _engine_options(serve)
+    _serve_options(add("serve", _serve, "answer over HTTP", "dear-serve serve runs/flowers --port 3000"))
+    _label_options(
+        add(
+            "labels",
+            _labels,
+            "keep a label set in a bundle, under a name",
+            "dear-serve labels runs/flowers garden garden.txt",
+        )
+    )
 
     index = add(
         "index", _index, "put a folder of pictures into a gallery", "dear-serve index B pictures/ --gallery G"
@@ -111,6 +116,32 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _serve_options(serve: argparse.ArgumentParser) -> None:
+    serve.add_argument(
+        "bundle",
+        nargs="+",
+        help="a folder, or NAME=FOLDER; the first is the default, `model` chooses another",
+    )
+    serve.add_argument("--gallery", type=Path, help="folder of a gallery, made when it is not there")
+    serve.add_argument("--host", default="127.0.0.1", help="address to bind (%(default)s: this machine only)")
+    serve.add_argument("--port", type=int, default=3000)
+    serve.add_argument(
+        "--batch", type=int, help="pictures that the engine runs at once at most (default: 16, GPU 64)"
+    )
+    serve.add_argument(
+        "--cors", action="append", metavar="ORIGIN", help="let pages of this origin call; repeatable"
+    )
+    serve.add_argument("--log", choices=("text", "json"), help="form of the log (default: text)")
+    _engine_options(serve)
+
+
+def _label_options(labels: argparse.ArgumentParser) -> None:
+    labels.add_argument("bundle", type=Path)
+    labels.add_argument("name")
+    labels.add_argument("file", type=Path, nargs="?", help="a label a line; without it the set is taken out")
+    labels.add_argument("--template", action="append", help="a text with one {} (default: the bundle's)")
+
+
 def _engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine", choices=("onnx", "torch"), default="onnx")
     parser.add_argument("--threads", type=int, help="CPU threads of the engine (default: all)")
@@ -125,11 +156,33 @@ def _demo(args: argparse.Namespace) -> int:
 def _serve(args: argparse.Namespace) -> int:
     from dear_serve.launch import run_server, serve_command, serve_environment
 
+    options = {
+        "DEAR_BATCH": str(args.batch) if args.batch else "",
+        "DEAR_CORS": ",".join(args.cors or ()),
+        "DEAR_LOG": args.log or "",
+    }
     environment = serve_environment(
-        args.bundle, gallery=args.gallery, engine=args.engine, threads=args.threads
+        args.bundle,
+        gallery=args.gallery,
+        engine=args.engine,
+        threads=args.threads,
+        options={name: value for name, value in options.items() if value},
     )
     command = serve_command(host=args.host, port=args.port)
     return run_server(command, environment)
+
+
+def _labels(args: argparse.Namespace) -> int:
+    from dear_serve.bundle import Bundle
+
+    lines = None
+    if args.file is not None:
+        lines = [line.strip() for line in _read(args.file).decode("utf-8", "replace").splitlines()]
+        lines = [line for line in lines if line]
+    bundle = Bundle.open(args.bundle).store_label_set(args.name, lines, args.template or ())
+    for name, kept in bundle.manifest.label_sets.items():
+        print(f"{name}: {len(kept.labels)} labels")
+    return 0
 
 
 def _index(args: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from types import FrameType
 
 from dear_serve.bundle import Bundle
 from dear_serve.errors import BundleError, InputError
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 __all__ = ["run_server", "serve_command", "serve_environment", "server_process"]
 
@@ -39,29 +42,55 @@ def serve_command(*, host: str, port: int) -> list[str]:
 
 
 def serve_environment(
-    bundle: Path, *, gallery: Path | None = None, engine: str = "onnx", threads: int | None = None
+    bundles: Path | Sequence[Path | str],
+    *,
+    gallery: Path | None = None,
+    engine: str = "onnx",
+    threads: int | None = None,
+    options: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """This process's environment with the service's settings in it.
 
-    The bundle is opened here first, so that a broken one is one clear line and not a server that does not start.
+    The bundles are looked at here first, so that a broken one is one clear line and not a server that does not start;
+    their hashes are compared by the server.
+
+    Args:
+        bundles: a folder, or several, each as a path or as NAME=PATH; the first is the default.
+        options: more of `service.settings`, by the variable's name.
 
     Raises:
         BundleError: absent, broken, or not exported.
-        InputError: a number of threads that cannot be.
+        InputError: a number of threads that cannot be, a path with the system's path separator in it.
     """
-    opened = Bundle.open(bundle)
-    if engine == "onnx" and not opened.paths.onnx.is_dir():
-        raise BundleError(f"{bundle} has no graphs; run: dear-export {bundle}", field="bundle")
+    places = [_placed(item) for item in ([bundles] if isinstance(bundles, Path) else bundles)]
+    for _, bundle in places:
+        opened = Bundle.open(bundle, verify=False)
+        if engine == "onnx" and not opened.paths.onnx.is_dir():
+            raise BundleError(f"{bundle} has no graphs; run: dear-export {bundle}", field="bundle")
     if threads is not None and threads < 1:
         raise InputError(f"--threads is {threads}; at least 1", field="threads")
     settings = {
-        "DEAR_BUNDLE": str(bundle.resolve()),
+        "DEAR_BUNDLE": os.pathsep.join(f"{name}{bundle.resolve()}" for name, bundle in places),
         "DEAR_GALLERY": str(gallery.resolve()) if gallery else "",
         "DEAR_ENGINE": engine,
         "DEAR_THREADS": str(threads) if threads else "",
         "BENTOML_DO_NOT_TRACK": "True",
     }
-    return {**os.environ, **settings}
+    return {**os.environ, **settings, **(options or {})}
+
+
+def _placed(item: Path | str) -> tuple[str, Path]:
+    """PATH or NAME=PATH as ("" or "NAME=", path)."""
+    name, equals, folder = str(item).partition("=")
+    if equals and _NAME.fullmatch(name) and folder and not Path(str(item)).exists():
+        name, path = f"{name}=", Path(folder)
+    else:
+        name, path = "", Path(item)
+    if os.pathsep in str(path.resolve()):
+        raise InputError(
+            f"{path} has {os.pathsep!r} in it, which parts bundles; rename the folder", field="bundle"
+        )
+    return name, path
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ import pytest
 from dear_serve import atomic
 from dear_serve.atomic import FolderWriter
 from dear_serve.bundle import Bundle, BundleWriter, sha256_file
-from dear_serve.errors import BundleError
+from dear_serve.errors import BundleError, DearError
 from dear_serve.manifest import Manifest
 
 # Replacing a folder of it
@@ -291,3 +291,29 @@ def test_a_bundle_knows_that_it_has_been_replaced(bundles, bundle, manifest):
     assert new.is_current()
     newer = new.replace_folder("onnx", lambda folder: None)
     assert (new.is_current(), newer.is_current()) == (False, True)
+
+
+def test_label_sets_are_stored_replaced_and_taken_out(bundle):
+    before = bundle.sha256
+    bundle.store_label_set("pets", ["cat", "dog"], ["a {}"])
+    changed = Bundle.open(bundle.paths.root).store_label_set("pets", ["cat", "dog", "hamster"])
+    assert changed.manifest.label_sets["pets"].labels == ("cat", "dog", "hamster")
+    opened = Bundle.open(bundle.paths.root)
+    assert opened.manifest == changed.manifest
+    assert opened.sha256 == before
+    assert opened.store_label_set("pets", None).manifest.label_sets == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "labels", "message"),
+    [
+        ("a b", ["x"], "is no name"),
+        ("pets", None, "has no label set 'pets'; known: it has none"),
+        ("pets", [], "no labels"),
+        ("pets", ["x", "X"], "label 0 again"),
+    ],
+)
+def test_label_sets_that_cannot_be_stored(bundle, name, labels, message):
+    with pytest.raises(DearError, match=message):
+        bundle.store_label_set(name, labels)
+    assert Bundle.open(bundle.paths.root).manifest.label_sets == {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -16,6 +17,7 @@ import pytest
 from PIL import Image
 
 from dear_serve import cli
+from dear_serve.bundle import Bundle
 from dear_serve.doctor import Finding, examine
 from dear_serve.errors import BundleError, CheckFailedError, InputError
 from dear_serve.launch import run_server, serve_command, serve_environment, server_process
@@ -117,7 +119,7 @@ def test_usage_errors_exit_2():
         assert error.value.code == 2
 
 
-@pytest.mark.parametrize("command", ["demo", "serve", "index", "search", "doctor"])
+@pytest.mark.parametrize("command", ["demo", "serve", "labels", "index", "search", "doctor"])
 def test_every_command_has_help_with_an_example(command, capsys):
     with pytest.raises(SystemExit) as error:
         cli.main([command, "--help"])
@@ -134,6 +136,35 @@ def test_serving_needs_graphs(tiny_bundle, capsys):
     assert environment["DEAR_GALLERY"] == ""
     with pytest.raises(InputError, match="--threads is 0"):
         serve_environment(tiny_bundle.paths.root, engine="torch", threads=0)
+
+
+def test_several_bundles_and_options_reach_the_server(tiny_bundle, tmp_path):
+    root = tiny_bundle.paths.root
+    environment = serve_environment(
+        [str(root), f"pets={root}"], engine="torch", options={"DEAR_LOG": "json", "DEAR_BATCH": "8"}
+    )
+    assert environment["DEAR_BUNDLE"] == os.pathsep.join((str(root), f"pets={root}"))
+    assert (environment["DEAR_LOG"], environment["DEAR_BATCH"]) == ("json", "8")
+    odd = tmp_path / f"a{os.pathsep}b"
+    shutil.copytree(root, odd)
+    with pytest.raises(InputError, match="parts bundles"):
+        serve_environment([odd], engine="torch")
+    named = tmp_path / "x=y"
+    shutil.copytree(root, named)
+    assert serve_environment([named], engine="torch")["DEAR_BUNDLE"] == str(named)
+
+
+def test_labels_are_kept_in_a_bundle_by_name(tiny_bundle, tmp_path, capsys):
+    bundle = tmp_path / "bundle"
+    shutil.copytree(tiny_bundle.paths.root, bundle)
+    names = tmp_path / "garden.txt"
+    names.write_text("rose\n\n tulip \n", encoding="utf-8")
+    assert cli.main(["labels", str(bundle), "garden", str(names), "--template", "a {}"]) == 0
+    assert "garden: 2 labels" in capsys.readouterr().out
+    assert Bundle.open(bundle).manifest.label_sets["garden"].labels == ("rose", "tulip")
+    assert cli.main(["labels", str(bundle), "garden"]) == 0
+    assert cli.main(["labels", str(bundle), "garden"]) == 2
+    assert "no label set 'garden'" in capsys.readouterr().err
 
 
 def test_serve_command_checks_address_and_port():
