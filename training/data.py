@@ -82,7 +82,7 @@ def make_task(
             *(note for target in targets for note in target.notes),
         ),
         templates={name: source.templates for name, source in sources.items() if source.templates},
-        targets=tuple(sources)[1:],
+        targets=tuple(sources)[1:] if targets else (),
     )
 
 

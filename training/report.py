@@ -1,28 +1,26 @@
-"""report.html: a run's accuracies, curves, fusion weights, head roles, confusions and worst mistakes, in one file.
+"""report.html: a run's accuracies, curves, fusion weights, head roles, and each test split in detail, in one file.
 
 No script and nothing loaded from elsewhere; every text is escaped. Equal runs give equal bytes.
 """
 
 from __future__ import annotations
 
-import base64
 import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from dear_serve.dear.roles import HeadRole, Roles
-from dear_serve.preprocess import decode_image, thumbnail
+from dear_serve.manifest import Calibration
 from training.loop import COLUMNS
+from training.report_split import split_section
 from training.scoring import Scores
-from training.tables import spread
+from training.tables import html_table
 
 __all__ = ["Report", "render"]
 
-_CONFUSION_CLASSES = 40
-_MISTAKES = 12
-_PICTURE = 96  # pixels
 _POINTS = 400  # of a curve
 _WIDTH, _HEIGHT = 640, 200
 _HUES = {"color": 0, "shape": 210, "texture": 130, "object": 35, "location": 280}
@@ -34,6 +32,7 @@ th:first-child, td:first-child { text-align: left; }
 .map td { text-align: center; min-width: 4.2rem; border: 2px solid #fff; font-size: .8rem; }
 .confusion td, .confusion th { padding: 0 .25rem; font-size: .7rem; border: 1px solid #eee; }
 .confusion .top { writing-mode: vertical-rl; transform: rotate(180deg); text-align: left; }
+.thin { display: inline-block; height: .35rem; } .left { text-align: left; }
 .bar { display: inline-block; height: .8rem; background: #3366aa; }
 figure { display: inline-block; margin: 0 .8rem .8rem 0; font-size: .8rem; width: 8rem; vertical-align: top; }
 figure img { image-rendering: auto; display: block; border: 1px solid #ccc; }
@@ -56,6 +55,9 @@ class Report:
     runs: Sequence[dict[str, float]]
     """Per seed the numbers of `evaluate.summary`."""
     seeds: tuple[int, ...]
+    notes: Sequence[str] = ()
+    """Of the data (`Task.notes`)."""
+    calibration: Calibration | None = None
 
 
 def render(report: Report) -> str:
@@ -64,12 +66,14 @@ def render(report: Report) -> str:
     parts = [
         f"<h1>{title}</h1>",
         _accuracies(report),
+        _notes(report.notes),
         _curves(report.history),
         _alphas(report),
+        _calibration(report.calibration),
         _role_map(report.roles),
     ]
     for scores in report.scores:
-        parts += [_confusion(scores), _mistakes(scores)]
+        parts.append(split_section(scores))
     parts.append(_settings(report.settings))
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
@@ -78,46 +82,51 @@ def render(report: Report) -> str:
 
 
 def _accuracies(report: Report) -> str:
-    mean, sd = spread(report.runs)
-    splits = [key.removeprefix("adapted_") for key in mean if key.startswith("adapted_")]
-    head = "".join(f"<th>{html.escape('harmonic mean' if s == 'hm' else s)}</th>" for s in splits)
-    several = len(report.runs) > 1
-    rows = []
-    for mode, name in (("zero_shot", "zero-shot"), ("adapted", "adapted")):
-        cells = "".join(
-            f"<td>{100 * mean[f'{mode}_{s}']:.1f}"
-            + (f" ± {100 * sd[f'{mode}_{s}']:.1f}" if several else "")
-            + "</td>"
-            for s in splits
-        )
-        rows.append(f"<tr><td>{name}</td>{cells}</tr>")
     seeds = ", ".join(map(str, report.seeds))
-    note = (
-        f"Mean and standard deviation over seeds {seeds}; below, seed {report.seeds[0]}." if several else ""
+    several = (
+        f"Mean and standard deviation over seeds {seeds}; below, seed {report.seeds[0]}. "
+        if len(report.runs) > 1
+        else ""
     )
     return (
-        f"<h2>Accuracy in %</h2><table><tr><th></th>{head}</tr>{''.join(rows)}</table>"
-        f'<p class="note">{note} Each split among its own classes; nothing was chosen on test pictures.</p>'
+        f"<h2>Accuracy in %</h2>{html_table(report.runs)}"
+        f'<p class="note">{several}Each split among its own classes; nothing was chosen on test pictures.</p>'
     )
+
+
+def _notes(notes: Sequence[str]) -> str:
+    items = "".join(f"<li>{html.escape(note)}</li>" for note in notes)
+    return f"<h2>Of the data</h2><ul>{items}</ul>" if notes else ""
 
 
 def _curves(history: Sequence[Sequence[float]]) -> str:
     rows = np.array(history, dtype=np.float64).reshape(len(history), len(COLUMNS))
+    charts = (
+        ("Loss", (("loss", "total", "#3366aa"), ("cross_entropy", "cross-entropy", "#dd7722"))),
+        ("Away from the base", (("image_reg", "image", "#3366aa"), ("text_reg", "text", "#dd7722"))),
+        ("Weight of the class feature", (("alpha_cls", "α of the class feature", "#3366aa"),)),
+    )
+    return "".join(_chart(rows, title, lines) for title, lines in charts)
+
+
+def _chart(rows: npt.NDArray[np.float64], title: str, lines: Sequence[tuple[str, str, str]]) -> str:
+    """Some columns of the history as lines from 0 to the largest value."""
     steps = np.unique(np.linspace(0, len(rows) - 1, min(len(rows), _POINTS)).astype(int))
-    top = max(float(rows[:, :2].max()), 1e-6)
-    lines = []
-    for column, color in (("loss", "#3366aa"), ("cross_entropy", "#dd7722")):
+    top = max(*(float(rows[:, COLUMNS.index(column)].max()) for column, _, _ in lines), 1e-6)
+    drawn = []
+    for column, _, color in lines:
         values = rows[steps, COLUMNS.index(column)]
         points = " ".join(
             f"{_WIDTH * s / max(1, len(rows) - 1):.1f},{_HEIGHT * (1 - v / top):.1f}"
             for s, v in zip(steps, values, strict=True)
         )
-        lines.append(f'<polyline fill="none" stroke="{color}" stroke-width="1.5" points="{points}"/>')
+        drawn.append(f'<polyline fill="none" stroke="{color}" stroke-width="1.5" points="{points}"/>')
+    named = "; ".join(f'<span style="color:{color}">{name}</span>' for _, name, color in lines)
     return (
-        "<h2>Loss</h2>"
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}" role="img" aria-label="loss">'
-        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#f6f6f6"/>{"".join(lines)}</svg>'
-        f'<p class="note">Steps 1 to {len(rows)}, 0 to {top:.2f}. Blue: total; orange: cross-entropy.</p>'
+        f"<h2>{title}</h2>"
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}" role="img" aria-label="{title}">'
+        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#f6f6f6"/>{"".join(drawn)}</svg>'
+        f'<p class="note">Steps 1 to {len(rows)}, 0 to {top:.3g}: {named}.</p>'
     )
 
 
@@ -128,6 +137,30 @@ def _alphas(report: Report) -> str:
         for name, value in zip(("class", *report.attributes), report.alpha, strict=True)
     )
     return f"<h2>Fusion weights α</h2><table>{rows}</table>"
+
+
+def _calibration(found: Calibration | None) -> str:
+    if found is None:
+        return (
+            '<h2>Calibration</h2><p class="note">None: there were too few validation or unused pictures.</p>'
+        )
+    where = "of the val split" if found.source == "val" else "of the train split that no step saw"
+    rows = [
+        ("temperature", f"{found.temperature:.3f}"),
+        ("expected calibration error, before", f"{100 * found.ece_before:.1f} %"),
+        ("expected calibration error, after", f"{100 * found.ece_after:.1f} %"),
+    ]
+    if found.threshold is not None and found.threshold_accuracy is not None:
+        rows += [
+            ("none of these: fused cosine below", f"{found.threshold:.3f}"),
+            ("its balanced accuracy", f"{100 * found.threshold_accuracy:.1f} %"),
+        ]
+    cells = "".join(f"<tr><td>{name}</td><td>{value}</td></tr>" for name, value in rows)
+    return (
+        f"<h2>Calibration</h2><table>{cells}</table>"
+        f'<p class="note">On {found.pictures} pictures {where}; the error after and the accuracy are those of each '
+        "half under what the other half gave.</p>"
+    )
 
 
 def _role_map(roles: Roles) -> str:
@@ -153,47 +186,6 @@ def _role_cell(roles: Roles, head: HeadRole) -> str:
         background, name = ("#ececec" if head.role == "mixed" else "#ffffff"), head.role
     tip = html.escape("; ".join(d.text for d in head.descriptions[:5]), quote=True)
     return f'<td style="background:{background}" title="{tip}">{html.escape(name)}<br>{head.entropy:.2f}</td>'
-
-
-def _confusion(scores: Scores) -> str:
-    names, count = scores.class_names, len(scores.class_names)
-    if count > _CONFUSION_CLASSES:
-        return f'<p class="note">Confusion of {html.escape(scores.split)}: left out for {count} classes.</p>'
-    matrix = np.zeros((count, count), dtype=np.int64)
-    np.add.at(matrix, (scores.labels, scores.adapted), 1)
-    head = "".join(f'<th class="top">{html.escape(name)}</th>' for name in names)
-    rows = []
-    for name, row in zip(names, matrix.tolist(), strict=True):
-        total = max(1, sum(row))
-        cells = "".join(
-            f'<td style="background:hsl(210 60% {100 - 50 * v / total:.0f}%)">{v or ""}</td>' for v in row
-        )
-        rows.append(f"<tr><th>{html.escape(name)}</th>{cells}</tr>")
-    return (
-        f"<h2>Confusion: {html.escape(scores.split)}</h2>"
-        f'<table class="confusion"><tr><th></th>{head}</tr>{"".join(rows)}</table>'
-        '<p class="note">Rows: true class. Columns: adapted prediction.</p>'
-    )
-
-
-def _mistakes(scores: Scores) -> str:
-    wrong = np.flatnonzero(scores.adapted != scores.labels)
-    worst = wrong[np.argsort(-scores.confidence[wrong], kind="stable")][:_MISTAKES].tolist()
-    figures = []
-    for i in worst:
-        item = scores.items[i]
-        small = thumbnail(decode_image(item.path.read_bytes()), _PICTURE)
-        data = base64.b64encode(small).decode("ascii")
-        names = scores.class_names
-        predicted, true = html.escape(names[scores.adapted[i]]), html.escape(names[item.label])
-        figures.append(
-            f'<figure><img alt="{html.escape(item.path.name, quote=True)}" src="data:image/jpeg;base64,{data}">'
-            f"<figcaption>{true}, taken for {predicted} ({100 * scores.confidence[i]:.0f} %)</figcaption></figure>"
-        )
-    title = (
-        f"<h2>Worst mistakes: {html.escape(scores.split)} ({len(wrong)} of {len(scores.items)} wrong)</h2>"
-    )
-    return title + ("".join(figures) or "<p>None.</p>")
 
 
 def _settings(settings: Mapping[str, str]) -> str:

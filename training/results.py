@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from dear_serve.bundle import BaseRef, BundlePaths, BundleWriter, Manifest, save_arrays
+from dear_serve.bundle import BaseRef, BundlePaths, BundleWriter, Calibration, Manifest, save_arrays
 from dear_serve.labels import class_features
 from dear_serve.runtime.base import Float32
 from training.config import TrainConfig
@@ -38,6 +38,8 @@ class SeedResult:
     class_names: tuple[str, ...]
     targets: tuple[str, ...]
     notes: tuple[str, ...]
+    calibration: Calibration | None = None
+    """Of the seed whose adapter the bundle holds, where there were pictures for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +76,7 @@ def write_bundle(outcome: Outcome, out: Path) -> None:
         preprocess=base.config.preprocess,
         context_length=base.config.text.context_length,
         readouts=readouts,
+        calibration=first.calibration,
         metrics=_metrics(outcome.runs),
     )
     with BundleWriter(out) as writer:
@@ -117,6 +120,8 @@ def _write_logs(outcome: Outcome, paths: BundlePaths, manifest: Manifest) -> Non
         history=first.history,
         runs=outcome.runs,
         seeds=outcome.config.seeds,
+        notes=first.notes,
+        calibration=first.calibration,
     )
     paths.report.write_text(render(report), encoding="utf-8")
 
