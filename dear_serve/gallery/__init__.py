@@ -22,7 +22,7 @@ from dear_serve.gallery.query import (
     parse_attributes,
 )
 from dear_serve.gallery.schema import GallerySpec
-from dear_serve.gallery.store import Gallery, GalleryStats, Hit, Record
+from dear_serve.gallery.store import Gallery, GalleryStats, Hit, IndexStats, Record
 
 __all__ = [
     "AttributeRequest",
@@ -31,6 +31,7 @@ __all__ = [
     "GalleryStats",
     "Hit",
     "IndexReport",
+    "IndexStats",
     "Invented",
     "PhraseAttribute",
     "Query",

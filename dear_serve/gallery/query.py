@@ -10,11 +10,15 @@ from typing import Any
 import numpy as np
 
 from dear_serve.errors import QueryError
+from dear_serve.gallery.diverse import POOL
 from dear_serve.runtime.base import Float32
 
 __all__ = ["AttributeRequest", "Invented", "PhraseAttribute", "Query", "build_query", "parse_attributes"]
 
 MAX_TOP_K = 1000
+MAX_OFFSET = 10_000
+MAX_NEGATIVES = 16
+MAX_NEGATIVE_WEIGHT = 2.0
 MAX_WEIGHT = 1e6
 MAX_INVENTED = 16
 MAX_PHRASES = 64
@@ -59,7 +63,10 @@ class Invented:
 
 @dataclass(frozen=True, kw_only=True)
 class Query:
-    """A search: score = sum of weight x cosine over stored vectors and invented attributes.
+    """A search: score = sum of weight x part over stored vectors and invented attributes.
+
+    A part is the cosine with what is looked for, less `negative_weight` times the mean cosine with the negative
+    examples (ours).
 
     Attributes:
         vectors: what is looked for, by vector name, each (r_k,) float32 of any length but zero.
@@ -68,6 +75,12 @@ class Query:
         filter: see `dear_serve.gallery.filters`; None for every picture.
         top_k: 1 to 1,000.
         exclude: ids left out, such as the picture searched by.
+        offset: results left out at the front, 0 to 10,000: the next page begins at offset + top_k.
+        negatives: vectors of up to 16 examples to keep away from ("like this, not that"), by name as `vectors`;
+            "class" for invented attributes.
+        negative_weight: 0 to 2.
+        diversity: from 0 (the best) to 1 (each as unlike those before it as can be), by
+            `dear_serve.gallery.diverse`, among the best 1,000; then offset + top_k is at most 1,000.
     """
 
     vectors: Mapping[str, Float32]
@@ -76,22 +89,27 @@ class Query:
     filter: str | None = None
     top_k: int = 10
     exclude: tuple[str, ...] = ()
+    offset: int = 0
+    negatives: tuple[Mapping[str, Float32], ...] = ()
+    negative_weight: float = 0.5
+    diversity: float = 0.0
 
     def check(self, columns: Mapping[str, int]) -> None:
         """Check against a gallery's vectors ({name: width}).
 
-        Raises QueryError: bad_top_k, unknown_attribute, bad_weights, bad_vector.
+        Raises QueryError: bad_top_k, bad_offset, bad_diversity, unknown_attribute, bad_weights, bad_vector,
+        bad_negative.
         """
-        if (
-            isinstance(self.top_k, bool)
-            or not isinstance(self.top_k, int)
-            or not 1 <= self.top_k <= MAX_TOP_K
-        ):
+        _whole("top_k", self.top_k, 1, MAX_TOP_K)
+        _whole("offset", self.offset, 0, MAX_OFFSET)
+        _number("diversity", self.diversity, 1.0)
+        if self.diversity and self.offset + self.top_k > POOL:
             raise QueryError(
-                f"top_k is {self.top_k!r}; a whole number from 1 to {MAX_TOP_K}",
-                code="bad_top_k",
-                field="top_k",
+                f"offset + top_k is {self.offset + self.top_k}; a diverse answer ends at {POOL}",
+                code="bad_offset",
+                field="offset",
             )
+        self._check_negatives(columns)
         weights = {n: _weight(n, w) for n, w in self.weights.items()}
         for name in weights:
             _known(name, columns)
@@ -118,6 +136,41 @@ class Query:
             raise QueryError(
                 "every weight is 0; give at least one above 0", code="bad_weights", field="attributes"
             )
+
+    def _check_negatives(self, columns: Mapping[str, int]) -> None:
+        _number("negative_weight", self.negative_weight, MAX_NEGATIVE_WEIGHT)
+        if len(self.negatives) > MAX_NEGATIVES:
+            raise QueryError(
+                f"{len(self.negatives)} negative examples; at most {MAX_NEGATIVES}",
+                code="bad_negative",
+                field="negative",
+            )
+        wanted = {n for n, w in self.weights.items() if w} | ({"class"} if self.invented else set())
+        for negative in self.negatives:
+            for name in wanted & set(columns):
+                if name not in negative:
+                    raise QueryError(
+                        f"a negative example has no vector for {name!r}",
+                        code="bad_negative",
+                        field="negative",
+                    )
+                _check_vector(name, negative[name], columns[name])
+
+
+def _whole(name: str, value: Any, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise QueryError(
+            f"{name} is {str(value)[:40]!a}; a whole number from {low} to {high}",
+            code=f"bad_{name}",
+            field=name,
+        )
+
+
+def _number(name: str, value: Any, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= high:
+        raise QueryError(
+            f"{name} is {str(value)[:40]!a}; a number from 0 to {high:g}", code=f"bad_{name}", field=name
+        )
 
 
 def _bad_attributes(message: str) -> QueryError:

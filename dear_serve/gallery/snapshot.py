@@ -1,9 +1,11 @@
-"""Exact search over one version of a gallery in memory: a coarse pass in float32, then scores in float64."""
+"""One version of a gallery in memory: what changed since the version before is read, the rest is shared with it."""
 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,77 +14,104 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dear_serve.errors import QueryError
-from dear_serve.gallery.filters import compile_filter
-from dear_serve.gallery.query import Query
+from dear_serve.gallery.coarse import CoarseIndex, worth_indexing
+from dear_serve.gallery.columns import Column, Values
+from dear_serve.gallery.filters import Columns, compile_filter
 from dear_serve.gallery.schema import Kind, metadata_kinds, vector_column
+from dear_serve.gallery.terms import Float64, projected_unit
 from dear_serve.runtime.base import Float32
 
-__all__ = ["Ranking", "Snapshot"]
+__all__ = ["Mask", "Rows", "Snapshot"]
 
-Float64 = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.int64]
+RowIds = npt.NDArray[np.uint64]
+Mask = npt.NDArray[np.bool_]
 
-_CHUNK = 8192
-# Bounds of the coarse pass's error, far above what float32 gives: about 1e-6 for a stored vector; for an
-# invented attribute that divided by |Q f|, below 0.01 only for pictures that have nothing of the attribute.
-_STORED_MARGIN = 1e-4
-_INVENTED_MARGIN = 1e-3
+_KEPT_MASKS = 16
+_KEPT_BASES = 8
+_CHUNK = 65_536
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ranking:
-    """The best pictures of a search, best first, equal scores in the order of their ids."""
+@dataclass
+class _Shared:
+    """What versions that grew out of one another have in common: columns that only grow."""
 
-    ids: list[str]
-    rows: Rows
-    """(k,): row numbers in the snapshot."""
-    scores: Float64
-    """(k,): sum of weight x cosine."""
-    cosines: dict[str, Float64]
-    """Per weighted vector or invented attribute, (k,)."""
+    stored: dict[str, Column] = field(default_factory=dict)
+    values: dict[str, Values] = field(default_factory=dict)
+    invented: OrderedDict[bytes, Column] = field(default_factory=OrderedDict)
+    indexes: dict[str, CoarseIndex] = field(default_factory=dict)
+    building: set[str] = field(default_factory=set)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def fresh(self) -> _Shared:
+        """For rows that are read again: empty, but what the indexes learned is kept."""
+        with self.lock:
+            return _Shared(indexes={name: index.again() for name, index in self.indexes.items()})
 
 
 class Snapshot:
     """One version of a table, never changing. Thread-safe.
 
-    Rows are kept in the order of their ids (by code point), so that a row's number breaks ties. Vectors are
-    read when first searched: r x 4 bytes a picture for a vector of r numbers, and 24 bytes a picture for row
-    numbers beside the ids themselves.
+    A picture has a row here from when it is added until the table is compacted; a deleted or replaced one leaves
+    its row behind, dead. Rows are in the order of LanceDB's row ids. Vectors are read when first searched: r x 4
+    bytes a picture for a vector of r numbers, and 8 bytes a picture for row ids.
 
     Args:
         table: a LanceDB table handle of its own, checked out at the version.
+        before: an earlier snapshot of the table; what it holds is not read again.
     """
 
-    def __init__(self, table: Any) -> None:
+    def __init__(self, table: Any, before: Snapshot | None = None) -> None:
         self._table = table
-        self._lock = threading.Lock()
-        self._matrices: dict[str, Float32] = {}
         self.version = int(table.version)
         self.kinds: dict[str, Kind] = metadata_kinds(table.schema)
-        rows = table.search().select(["id"]).with_row_id(True).to_arrow()
-        order = pc.sort_indices(rows["id"])
-        self.ids: pa.Array = _one_chunk(rows["id"].take(order))
-        self._row_ids = _one_chunk(rows["_rowid"].take(order)).to_numpy()
-        self._by_row = np.argsort(self._row_ids).astype(np.int64)
-        self._sorted_row_ids = self._row_ids[self._by_row]
+        row_ids = _row_ids(table.search().select(["_rowid"]).to_arrow(), ordered=True)
+        self._row_ids: RowIds = row_ids
+        self._live: Mask | None = None
+        self._shared: _Shared = before._shared if before is not None else _Shared()
+        if before is not None:
+            grown = _grown(before, row_ids)
+            if grown is not None:
+                self._row_ids, self._live = grown
+            else:
+                self._shared = self._shared.fresh()
+        self._pictures = len(row_ids)
+        self._masks: OrderedDict[str, Mask] = OrderedDict()
+        self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        return len(self.ids)
+        """Pictures."""
+        return self._pictures
+
+    @property
+    def rows(self) -> int:
+        """Rows, dead ones included."""
+        return len(self._row_ids)
 
     @property
     def memory(self) -> int:
         """Bytes held in memory."""
-        fixed = self.ids.nbytes + self._row_ids.nbytes + self._by_row.nbytes + self._sorted_row_ids.nbytes
-        return int(fixed + sum(m.nbytes for m in self._matrices.values()))
+        shared = self._shared
+        with shared.lock:
+            parts: list[Column | Values | CoarseIndex] = [
+                *shared.stored.values(),
+                *shared.values.values(),
+                *shared.invented.values(),
+                *shared.indexes.values(),
+            ]
+        dead = 0 if self._live is None else self._live.nbytes
+        return self._row_ids.nbytes + dead + sum(part.nbytes for part in parts)
+
+    # Rows
 
     def fetch(self, rows: Rows, columns: list[str]) -> list[dict[str, Any]]:
-        """Columns of some rows, "id" among them, in the order of `rows`."""
+        """Columns of some rows, in the order of `rows`."""
         if not len(rows):
             return []
         row_ids = self._row_ids[rows].tolist()
-        found = self._table.take_row_ids(row_ids).select(columns).to_arrow().to_pylist()
-        by_id = {row["id"]: row for row in found}
-        return [by_id[i] for i in self.ids.take(pa.array(rows)).to_pylist()]
+        found = self._table.take_row_ids(row_ids).select([*columns, "_rowid"]).to_arrow().to_pylist()
+        by_id = {row["_rowid"]: row for row in found}
+        return [by_id[i] for i in row_ids]
 
     def select(self, columns: list[str], where: str | None = None) -> list[dict[str, Any]]:
         """Columns of all rows, or of those a condition of ours (never a user's text) holds for; in any order."""
@@ -91,133 +120,162 @@ class Snapshot:
         rows: list[dict[str, Any]] = found
         return rows
 
-    def _rows_of(self, row_ids: pa.ChunkedArray) -> Rows:
-        """Our row numbers of LanceDB's row ids."""
-        found = np.searchsorted(self._sorted_row_ids, _one_chunk(row_ids).to_numpy())
-        rows: Rows = self._by_row[found]
-        return rows
-
     def matrix(self, name: str) -> Float32:
-        """All rows of one vector, (n, r) float32 of length 1."""
-        with self._lock:
-            if name not in self._matrices:
-                column = vector_column(name)
-                found = self._table.search().select([column]).with_row_id(True).to_arrow()
-                flat = _one_chunk(found[column])
-                values = flat.flatten().to_numpy().reshape(len(flat), flat.type.list_size)
-                matrix = np.empty_like(values)
-                matrix[self._rows_of(found["_rowid"])] = values
-                self._matrices[name] = matrix
-            return self._matrices[name]
+        """All rows of one stored vector, (rows, r) float32 of length 1; dead rows hold anything."""
+        with self._shared.lock:
+            if name not in self._shared.stored:
+                width = self._table.schema.field(vector_column(name)).type.list_size
+                self._shared.stored[name] = Column(width)
+            column = self._shared.stored[name]
+        return column.upto(self.rows, lambda start: self._read(name, start, column.width))
 
-    def _allowed(self, query: Query) -> npt.NDArray[np.bool_] | None:
-        """(n,) which rows the filter and the exclusions leave, None for all."""
-        allowed: npt.NDArray[np.bool_] | None = None
-        if query.filter is not None:
-            sql = compile_filter(query.filter, self.kinds)
-            try:
-                found = self._table.search().where(sql).select(["id"]).with_row_id(True).to_arrow()
-            except (ValueError, RuntimeError) as error:
-                raise QueryError(
-                    "filter: the gallery cannot run it; write it simpler", code="bad_filter", field="filter"
-                ) from error
-            allowed = np.zeros(len(self), dtype=np.bool_)
-            allowed[self._rows_of(found["_rowid"])] = True
-        if query.exclude:
-            allowed = np.ones(len(self), dtype=np.bool_) if allowed is None else allowed
-            excluded = pc.is_in(self.ids, value_set=pa.array(query.exclude, type=pa.string()))
-            allowed &= ~excluded.to_numpy(zero_copy_only=False)
-        return allowed
+    def _read(self, name: str, start: int, width: int) -> Float32:
+        query = self._table.search().select([vector_column(name), "_rowid"])
+        if start:
+            query = query.where(f"_rowid > {self._row_ids[start - 1]}")
+        values = np.zeros((self.rows - start, width), dtype=np.float32)
+        for batch in query.to_batches():
+            vectors = batch.column(vector_column(name)).flatten().to_numpy().reshape(-1, width)
+            values[self._rows_of(_row_ids(batch)) - start] = vectors
+        return values
 
-    def rank(self, query: Query) -> Ranking:
-        """The query's best pictures; `query.check` has been called. Raises QueryError (bad_filter)."""
-        terms = _terms(query)
-        allowed = self._allowed(query)
-        rows = self._candidates(terms, allowed, query.top_k)
-        cosines = {t.name: np.zeros(len(rows)) for t in terms}
-        for start in range(0, len(rows), _CHUNK):
-            part = slice(start, start + _CHUNK)
-            for term in terms:
-                cosines[term.name][part] = term.exact(self.matrix(term.column)[rows[part]])
-        scores = sum((t.weight * cosines[t.name] for t in terms), np.zeros(len(rows)))
-        best = np.lexsort((rows, -scores))[: query.top_k]
-        return Ranking(
-            ids=self.ids.take(pa.array(rows[best])).to_pylist(),
-            rows=rows[best],
-            scores=scores[best],
-            cosines={n: c[best] for n, c in cosines.items()},
-        )
+    def projected(self, basis: Float64) -> Float32:
+        """Class vectors of all rows on a basis (r, D) at length 1, (rows, r) float32; the last few are kept."""
+        key, kept = basis.tobytes(), self._shared.invented
+        with self._shared.lock:
+            column = kept.setdefault(key, Column(len(basis)))
+            kept.move_to_end(key)
+            while len(kept) > _KEPT_BASES:
+                kept.popitem(last=False)
+        matrix = self.matrix("class")
 
-    def _candidates(self, terms: list[_Term], allowed: npt.NDArray[np.bool_] | None, top_k: int) -> Rows:
-        """Row numbers among which the best `top_k` surely are, by scores in float32."""
-        kept = np.arange(len(self)) if allowed is None else np.flatnonzero(allowed)
-        if len(kept) <= top_k:
-            return kept
-        coarse = np.zeros(len(self), dtype=np.float32)
-        for term in terms:
-            coarse += np.float32(term.weight) * term.coarse(self.matrix(term.column))
-        coarse = coarse[kept]
-        threshold = np.partition(coarse, len(kept) - top_k)[len(kept) - top_k]
-        margin = 2 * sum(t.weight * t.margin for t in terms)
-        found: Rows = kept[coarse >= threshold - margin]
-        return found
+        def read(start: int) -> Float32:
+            parts = [projected_unit(matrix[i : i + _CHUNK], basis) for i in range(start, self.rows, _CHUNK)]
+            return np.concatenate(parts)
 
+        return column.upto(self.rows, read)
 
-@dataclass(frozen=True)
-class _Term:
-    """One weighted cosine of the score: of stored vectors, or of them projected by `basis` (r, D)."""
+    def _rows_of(self, row_ids: RowIds) -> Rows:
+        """Our row numbers of LanceDB's row ids."""
+        return np.searchsorted(self._row_ids, row_ids)
 
-    name: str
-    column: str
-    weight: float
-    query: Float64
-    basis: Float64 | None
+    # Indexes
 
-    @property
-    def margin(self) -> float:
-        return _STORED_MARGIN if self.basis is None else _INVENTED_MARGIN
+    def index(self, name: str) -> CoarseIndex | None:
+        """The index of a stored vector where it is worth having one and it is ready; else it is begun.
 
-    def coarse(self, matrix: Float32) -> Float32:
-        """cos with every row, (n,) float32, off by less than `margin`."""
-        if self.basis is None:
-            return matrix @ self.query.astype(np.float32)
-        projected = matrix @ self.basis.T.astype(np.float32)
-        norms = np.maximum(np.linalg.norm(projected, axis=1), np.finfo(np.float32).tiny)
-        cosines: Float32 = projected @ self.query.astype(np.float32) / norms
-        return cosines
-
-    def exact(self, rows: Float32) -> Float64:
-        """cos with each row, (n,) float64; 0 for a row with nothing along the basis.
-
-        Sums along each row by itself, so equal vectors get equal scores wherever they stand (a matrix product
-        doesn't promise that).
+        It is built in a thread of its own, from the rows of now, and made again when they have doubled.
         """
-        values = rows.astype(np.float64)
-        if self.basis is not None:
-            values = np.stack([(values * q).sum(axis=1) for q in self.basis], axis=1)
-        norms = np.sqrt((values * values).sum(axis=1))
-        dots = (values * self.query).sum(axis=1)
-        cosines: Float64 = np.divide(dots, norms, out=np.zeros_like(dots), where=norms > 0)
-        return cosines
+        matrix = self.matrix(name)
+        if not worth_indexing(self._pictures, matrix.shape[1]):
+            return None
+        with self._shared.lock:
+            ready = self._shared.indexes.get(name)
+            outgrown = ready is None or self.rows > 2 * ready.fitted
+            begin = outgrown and name not in self._shared.building
+            if begin:
+                self._shared.building.add(name)
+        if begin:
+            threading.Thread(target=self._build, args=(name,), name=f"index {name}", daemon=True).start()
+        return ready if ready is not None and ready.useful else None
+
+    def build_indexes(self) -> None:
+        """Read every stored vector, and build the indexes that are missing, before this returns."""
+        for field_ in self._table.schema:
+            if field_.name.startswith("v_"):
+                name = field_.name[2:]
+                matrix = self.matrix(name)
+                if worth_indexing(self._pictures, matrix.shape[1]) and name not in self._shared.indexes:
+                    self._build(name)
+
+    def indexes(self) -> dict[str, CoarseIndex]:
+        """The indexes there are, by vector."""
+        with self._shared.lock:
+            return dict(self._shared.indexes)
+
+    def _build(self, name: str) -> None:
+        try:
+            index = CoarseIndex(self.matrix(name), self._live)
+            with self._shared.lock:
+                self._shared.indexes[name] = index
+        finally:
+            with self._shared.lock:
+                self._shared.building.discard(name)
+
+    # Filters
+
+    def allowed(self, text: str | None) -> Mask | None:
+        """(rows,) which rows hold a picture the filter is true for; None for all. Raises QueryError (bad_filter)."""
+        if text is None:
+            return self._live
+        with self._lock:
+            if text in self._masks:
+                self._masks.move_to_end(text)
+                return self._masks[text]
+        wanted = compile_filter(text, self.kinds)
+        mask = self._select(wanted.sql) if wanted.run is None else self._run(wanted.run)
+        with self._lock:
+            self._masks[text] = mask
+            while len(self._masks) > _KEPT_MASKS:
+                self._masks.popitem(last=False)
+        return mask
+
+    def _run(self, run: Callable[[Columns], pa.ChunkedArray]) -> Mask:
+        found = pc.fill_null(run(self.values), False)
+        mask: Mask = found.to_numpy() if isinstance(found, pa.ChunkedArray) else np.asarray(found)
+        return mask if self._live is None else mask & self._live
+
+    def values(self, column: str) -> pa.ChunkedArray:
+        """A column of the table other than vectors, null in dead rows."""
+        with self._shared.lock:
+            values = self._shared.values.setdefault(column, Values())
+        return values.upto(self.rows, lambda start: self._read_values(column, start))
+
+    def _read_values(self, column: str, start: int) -> pa.Array:
+        query = self._table.search().select([column, "_rowid"])
+        if start:
+            query = query.where(f"_rowid > {self._row_ids[start - 1]}")
+        found = query.to_arrow()
+        place = np.full(self.rows - start, -1, dtype=np.int64)
+        place[self._rows_of(_row_ids(found)) - start] = np.arange(len(found))
+        return found[column].combine_chunks().take(pa.array(place, mask=place < 0))
+
+    def _select(self, sql: str) -> Mask:
+        try:
+            found = self._table.search().where(sql).select(["_rowid"]).to_arrow()
+        except (ValueError, RuntimeError) as error:
+            raise QueryError(
+                "filter: the gallery cannot run it; write it simpler", code="bad_filter", field="filter"
+            ) from error
+        mask = np.zeros(self.rows, dtype=np.bool_)
+        mask[self._rows_of(_row_ids(found))] = True
+        return mask
 
 
-def _terms(query: Query) -> list[_Term]:
-    """The weighted parts of the score, query vectors at length 1, weights of 0 left out."""
-    parts: list[tuple[str, str, float, Float32, Float32 | None]] = [
-        (n, n, float(w), query.vectors[n], None) for n, w in query.weights.items() if w > 0
-    ]
-    parts += [(i.name, "class", float(i.weight), i.query, i.basis) for i in query.invented if i.weight > 0]
-    return [
-        _Term(name, column, weight, _unit(vector), None if basis is None else basis.astype(np.float64))
-        for name, column, weight, vector, basis in parts
-    ]
+def _row_ids(found: pa.Table | pa.RecordBatch, *, ordered: bool = False) -> RowIds:
+    """The column of row ids, as it is or ascending."""
+    column = found.column("_rowid")
+    ids: RowIds = column.to_numpy().astype(np.uint64, copy=False)
+    return np.sort(ids) if ordered and np.any(ids[1:] < ids[:-1]) else ids
 
 
-def _unit(vector: Float32) -> Float64:
-    values = vector.astype(np.float64)
-    unit: Float64 = values / np.sqrt((values * values).sum())
-    return unit
+def _grown(before: Snapshot, row_ids: RowIds) -> tuple[RowIds, Mask | None] | None:
+    """Row ids with those of `before` in front, and which rows live (None: all); None to begin anew.
 
-
-def _one_chunk(column: pa.ChunkedArray | pa.Array) -> pa.Array:
-    return column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    That is when more than half of the rows would be dead, as after compaction, which moves every row.
+    """
+    known = before._row_ids
+    last = known[-1] if len(known) else 0
+    split = int(np.searchsorted(row_ids, last, side="right")) if len(known) else 0
+    stayed, fresh = row_ids[:split], row_ids[split:]
+    places = np.searchsorted(known, stayed)
+    dead = len(known) - len(stayed)
+    if (dead > 0 and dead >= len(row_ids)) or not np.array_equal(known[places], stayed):
+        return None
+    together = np.concatenate([known, fresh])
+    if len(stayed) == len(known):
+        return together, None
+    live = np.zeros(len(together), dtype=np.bool_)
+    live[places] = True
+    live[len(known) :] = True
+    return together, live

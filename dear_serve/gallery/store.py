@@ -7,8 +7,9 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import islice
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,10 +17,12 @@ from typing import Any, TypeVar
 import lancedb
 import numpy as np
 import pyarrow as pa
+from lancedb.index import BTree
 
 from dear_serve.errors import GalleryError, InputError, OverloadError, QueryError
 from dear_serve.gallery.durable import FolderSync
 from dear_serve.gallery.query import Query
+from dear_serve.gallery.rank import rank
 from dear_serve.gallery.schema import (
     GallerySpec,
     Kind,
@@ -39,10 +42,11 @@ from dear_serve.gallery.schema import (
 from dear_serve.gallery.snapshot import Snapshot
 from dear_serve.runtime.base import Float32
 
-__all__ = ["Gallery", "GalleryStats", "Hit", "Record"]
+__all__ = ["Gallery", "GalleryStats", "Hit", "IndexStats", "Record"]
 
 TABLE = "pictures"
 _ATTEMPTS = 30
+_INDEX_IDS = 10_000
 T = TypeVar("T")
 
 
@@ -70,6 +74,18 @@ class Hit:
 
 
 @dataclass(frozen=True, kw_only=True)
+class IndexStats:
+    """How a wide vector of many pictures is searched."""
+
+    pictures: int
+    """It was made for."""
+    candidates: int
+    """Scored exactly for each search."""
+    recall: float
+    """Share of the ten nearest found, over sampled queries, when it was made."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class GalleryStats:
     """What a gallery holds."""
 
@@ -80,14 +96,16 @@ class GalleryStats:
     bundle_sha256: str
     base_sha256: str
     bytes_in_memory: int
+    indexes: dict[str, IndexStats] = field(default_factory=dict)
+    """By vector; vectors without an entry are searched exactly."""
 
 
 class Gallery:
     """Pictures by id, searched by weighted attributes. Thread-safe; several processes may use one gallery.
 
     An add or delete is on the disk when it returns. Searches see everything that was committed, by any
-    process, before they began. The table is the truth; searches run over a copy of the ids and the searched
-    vectors in memory, read again when the table has changed. Not to be carried over a fork: open it in the
+    process, before they began. The table is the truth; searches run over a copy of the searched vectors in
+    memory; what has changed is read when the table has changed. Not to be carried over a fork: open it in the
     process that uses it.
     """
 
@@ -195,7 +213,12 @@ class Gallery:
             raise _unknown_id(id)
 
     def compact(self, *, keep: timedelta = timedelta(days=7)) -> None:
-        """Merge small files and delete versions older than `keep` (readers of older ones fail)."""
+        """Merge small files, bring the index of ids up to date, delete versions older than `keep` (their readers fail).
+
+        A gallery of 10,000 pictures or more gets an index of ids, which makes upserts and `get` independent of its size.
+        """
+        if len(self) >= _INDEX_IDS and not any(i.columns == ["id"] for i in self._table.list_indices()):
+            self._commit(lambda table: table.create_index("id", config=BTree()))
         self._commit(lambda table: table.optimize(cleanup_older_than=keep))
 
     def _commit(self, change: Callable[[Any], T]) -> T:
@@ -253,29 +276,50 @@ class Gallery:
             bundle_sha256=self.spec.bundle_sha256,
             base_sha256=self.spec.base_sha256,
             bytes_in_memory=snapshot.memory,
+            indexes={
+                name: IndexStats(pictures=i.fitted, candidates=i.keep, recall=i.recall)
+                for name, i in snapshot.indexes().items()
+                if i.useful
+            },
         )
 
     def search(self, query: Query) -> list[Hit]:
         """The best `top_k` pictures by score = sum of weight x cosine (ours: method.md §8's readouts,
         weighted).
 
-        Best first; equal scores in the order of their ids. Exact: float64 over the stored float32 vectors.
+        Best first; equal scores in the order of their ids. Exact: float64 over the stored float32 vectors. Where a
+        wide vector of many pictures has an index, its candidates alone are scored, as exactly
+        (`dear_serve.gallery.coarse`).
         Raises QueryError (see `Query.check` and `dear_serve.gallery.filters`).
         """
-        query.check(self.spec.columns)
+        (hits,) = self.search_many([query])
+        return hits
+
+    def search_many(self, queries: Sequence[Query]) -> list[list[Hit]]:
+        """As `search` for each of the queries, all of them over one state of the gallery."""
+        for query in queries:
+            query.check(self.spec.columns)
         snapshot = self._latest()
-        ranking = snapshot.rank(query)
-        rows = snapshot.fetch(ranking.rows, ["id", "metadata", "thumbnail"])
+        rankings = [rank(snapshot, query) for query in queries]
+        together = np.concatenate([r.rows for r in rankings]) if rankings else np.empty(0, np.int64)
+        rows = iter(snapshot.fetch(together, ["id", "metadata", "thumbnail"]))
         return [
-            Hit(
-                id=row["id"],
-                score=float(ranking.scores[i]),
-                scores={n: float(c[i]) for n, c in ranking.cosines.items()},
-                metadata=json.loads(row["metadata"]),
-                thumbnail=row["thumbnail"],
-            )
-            for i, row in enumerate(rows)
+            [
+                Hit(
+                    id=row["id"],
+                    score=float(ranking.scores[i]),
+                    scores={n: float(c[i]) for n, c in ranking.parts.items()},
+                    metadata=json.loads(row["metadata"]),
+                    thumbnail=row["thumbnail"],
+                )
+                for i, row in enumerate(islice(rows, len(ranking.rows)))
+            ]
+            for ranking in rankings
         ]
+
+    def prepare(self) -> None:
+        """Read every vector into memory and build the indexes that are worth having; searches do so as they need."""
+        self._latest().build_indexes()
 
     def _rows(self, ids: Sequence[str], columns: list[str]) -> list[dict[str, Any]]:
         if not ids:
@@ -294,10 +338,13 @@ class Gallery:
             with self._table_lock:
                 self._table.checkout_latest()
                 version = self._table.version
-            if self._snapshot is None or self._snapshot.version != version:
-                table = self._connection.open_table(TABLE)
-                table.checkout(version)
-                self._snapshot = Snapshot(table)
+            before = self._snapshot
+            if before is not None and before.version == version:
+                return before
+            table = self._connection.open_table(TABLE)
+            table.checkout(version)
+            older = before is not None and before.version < version
+            self._snapshot = Snapshot(table, before if older else None)
             return self._snapshot
 
 
