@@ -67,7 +67,7 @@ class Attention(nn.Module):
 
     def mix_values(self, x: Tensor, mask: Tensor | None = None, queries: Tensor | None = None) -> Tensor:
         """Each head's attention-weighted values before the output projection, (B, H, M, e); see `forward`."""
-        q, k, v = self._project(x, queries)
+        q, k, v = self.project(x, queries)
         if x.device.type == "cpu" and torch.is_grad_enabled() and q.requires_grad:
             # torch's fused CPU attention has a slow backward (2.3 times the step of a 6-block tower, torch 2.14).
             scores = (q * self.head_width**-0.5) @ k.transpose(-1, -2)
@@ -76,8 +76,8 @@ class Attention(nn.Module):
             return scores.softmax(-1, dtype=scores.dtype) @ v
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
-    def _project(self, x: Tensor, queries: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (B, H, M, e), keys and values (B, H, N, e)."""
+    def project(self, x: Tensor, queries: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (B, H, M, e), keys and values (B, H, N, e); see `forward`."""
         shape = (self.heads, self.head_width)
         if queries is None:
             q, k, v = self.in_proj(x).unflatten(-1, (3, *shape)).permute(2, 0, 3, 1, 4).unbind(0)
