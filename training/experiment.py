@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from dear_serve import __version__
-from dear_serve.bundle import BundleWriter
+from dear_serve.bundle import BundleWriter, Calibration
 from dear_serve.dear.model import DearModel
 from dear_serve.errors import DataError, DearError
 from training.baselines import add_baselines
-from training.cache import CachedTrunks, PlainTrunks
+from training.cache import UNWRITABLE, CachedTrunks, PlainTrunks
+from training.calibrate import Texts, calibrate, validation_logits, validation_pictures
 from training.config import TrainConfig
 from training.data import DataSet, PictureCheck, Task, fingerprint, load_data, make_task
+from training.execution import Execution
 from training.loop import Fit, TextSide
 from training.prepare import Prepared, build_model, prepare, resolve_device
 from training.results import Outcome, SeedResult, write_bundle
@@ -72,6 +74,7 @@ class Options:
     baselines: bool = False
     """Add the rows of `training.baselines` to the table and the report."""
     device: str = "cpu"
+    execution: Execution = Execution()
 
     @property
     def state(self) -> Path:
@@ -87,6 +90,7 @@ class Result:
     """Of the data set."""
     runs: list[dict[str, float]]
     seeds: list[SeedResult]
+    """Like `runs` empty in all processes of a run but the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,8 +135,10 @@ def run(
         DataError, ConfigError, BaseModelError, BundleError, CheckFailedError, MissingDependencyError.
     """
     console = console or Silent()
-    with BundleWriter(options.out):  # refuses a place that cannot be written before anything is computed
-        pass
+    world = options.execution.world
+    if world.first:
+        with BundleWriter(options.out):  # refuses a place that cannot be written before anything is computed
+            pass
     data = load_data(source) if isinstance(source, Path) else source
     prepared = prepare(config, device=resolve_device(options.device))
     watch = partial(_watched, title="checking pictures", console=console, should_stop=should_stop)
@@ -147,11 +153,14 @@ def run(
         console=console,
         should_stop=should_stop,
     )
-    if options.state.exists() and not options.resume:
+    if options.state.exists() and not options.resume and world.first:
         shutil.rmtree(options.state)
     elif options.resume and not options.state.exists():
         console.say(f"{options.out} has no stopped run to go on with: starting from the first step")
-    seeds = [_one_seed(shared, seed) for seed in config.seeds]
+    world.wait()
+    seeds = [result for seed in config.seeds if (result := _one_seed(shared, seed)) is not None]
+    if not world.first:
+        return Result(name=data.name, runs=[], seeds=[])
     runs = [summary(result.scores, targets=result.targets) for result in seeds]
     write_bundle(
         Outcome(name=data.name, config=config, prepared=prepared, seeds=seeds, runs=runs), options.out
@@ -177,17 +186,22 @@ def _checked_task(shared: _Run, seed: int) -> Task:
     return task
 
 
-def _one_seed(shared: _Run, seed: int) -> SeedResult:
+def _one_seed(shared: _Run, seed: int) -> SeedResult | None:
+    """Train and test with one seed; None in a process that isn't the first, which only helps to train."""
     config, prepared, console = shared.config, shared.prepared, shared.console
     task = _checked_task(shared, seed)
     identity = _identity(shared, task, seed)
-    check_resumed(shared.options.state / f"seed-{seed}.json", identity, describe(task, shared.check.hashes))
+    execution = shared.options.execution
+    if execution.world.first:
+        check_resumed(
+            shared.options.state / f"seed-{seed}.json", identity, describe(task, shared.check.hashes)
+        )
     model = build_model(prepared, seed)
     fit = Fit(
         model,
         trunks=_trunks(shared, model, task),
         labels=[item.label for item in task.train],
-        text=TextSide(model, prepared.tokenizer, task.class_names, prepared.templates),
+        text=TextSide(model, prepared.tokenizer, task.class_names, prepared.templates, execution=execution),
         config=config,
         seed=seed,
     )
@@ -197,6 +211,8 @@ def _one_seed(shared: _Run, seed: int) -> SeedResult:
         on_step=lambda done, loss: console.step(f"seed {seed}", done, fit.steps, loss),
         should_stop=shared.should_stop,
     )
+    if not execution.world.first:
+        return None
     towers = ModelTowers(model)
     scores = _scores(shared, task, towers)
     return SeedResult(
@@ -209,7 +225,26 @@ def _one_seed(shared: _Run, seed: int) -> SeedResult:
         class_names=task.class_names,
         targets=task.targets,
         notes=task.notes,
+        calibration=_calibration(shared, task, towers) if seed == config.seeds[0] else None,
     )
+
+
+def _calibration(shared: _Run, task: Task, towers: ModelTowers) -> Calibration | None:
+    """How sure the model may be, from pictures that no step saw; None where there are too few."""
+    prepared = shared.prepared
+    pictures, source = validation_pictures(shared.data, task, seed=shared.config.seeds[0], check=shared.check)
+    if not pictures:
+        shared.console.say("no calibration: there are too few validation or unused training pictures")
+        return None
+    texts = Texts(class_names=task.class_names, templates=prepared.templates, tokenizer=prepared.tokenizer)
+    logits, labels = validation_logits(
+        towers,
+        texts,
+        pictures,
+        preprocess=prepared.base.config.preprocess,
+        progress=shared.watch("calibrating"),
+    )
+    return calibrate(logits, labels, towers.logit_scale, source)
 
 
 def _scores(shared: _Run, task: Task, towers: ModelTowers) -> list[Scores]:
@@ -254,7 +289,17 @@ def _trunks(shared: _Run, model: DearModel, task: Task) -> PlainTrunks:
         )
         return PlainTrunks(model, paths, augmentation)
     shared.console.say(f"cache of the frozen blocks: {size} in {folder}")
-    cached.fill(limit=limit, progress=shared.watch("computing frozen blocks"))
+    try:
+        cached.fill(
+            limit=limit,
+            progress=shared.watch("computing frozen blocks"),
+            world=shared.options.execution.world,
+        )
+    except DataError as error:
+        if error.code != UNWRITABLE:
+            raise
+        shared.console.say(f"no cache: {error}. The frozen blocks are computed in every step")
+        return PlainTrunks(model, paths, augmentation)
     return cached
 
 
@@ -278,6 +323,7 @@ def _identity(shared: _Run, task: Task, seed: int) -> dict[str, Any]:
         "templates": list(prepared.templates),
         "roles": prepared.roles.to_dict(),
         "library version": __version__,
+        "precision": shared.options.execution.precision,
     }
     options = shared.config.to_dict()
     for name in ("base", "seeds", "templates", "roles"):  # said above in what they came to
