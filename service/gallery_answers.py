@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from dear_serve.errors import DearError
@@ -14,13 +14,15 @@ from dear_serve.gallery.store import Gallery
 from dear_serve.runtime.predict import Embedding, Predictor
 
 from . import schemas, wire
-from .body import Body
+from .body import Body, decode_picture
 from .errors import ApiError
 from .inputs import Inputs, each
 from .metrics import Metrics
 from .models import Models, Served
 
 __all__ = ["GalleryAnswers"]
+
+_MAX_SEARCHES = 64
 
 
 class GalleryAnswers:
@@ -45,14 +47,30 @@ class GalleryAnswers:
             wanted = [wanted]  # one attribute of the caller's own
         parsed = parse_attributes(wanted, tuple(self._gallery.spec.columns))
         bases = {own.name: predictor.readout_phrases(own.phrases) for own in parsed.invented}
-        vectors, exclude = self._looked_for(predictor, request, body)
-        query = build_query(
-            parsed, vectors, bases, filter=request.filter, top_k=request.top_k, exclude=exclude
-        )
+        negatives, weight = self._negatives(predictor, request)
+        found = self._looked_for(predictor, request, body)
+        queries = [
+            replace(
+                build_query(
+                    parsed, vectors, bases, filter=request.filter, top_k=request.top_k, exclude=exclude
+                ),
+                offset=request.offset,
+                diversity=request.diversity,
+                negatives=negatives,
+                negative_weight=weight,
+            )
+            for vectors, exclude in (f for f in found if not isinstance(f, DearError))
+        ]
         with self._metrics.timed("search"):
-            hits = self._gallery.search(query)
+            answers = iter(self._gallery.search_many(queries))
+        results = [
+            f if isinstance(f, DearError) else {"results": [wire.hit_answer(h) for h in next(answers)]}
+            for f in found
+        ]
         warnings = wire.cut(predictor, request.texts or ())
-        return {"model": served.name, "results": [wire.hit_answer(h) for h in hits], "warnings": warnings}
+        settled: list[Any] = wire.settle(results)
+        many = settled if len(settled) > 1 else settled[0]["results"]
+        return {"model": served.name, "results": many, "warnings": warnings}
 
     def add(self, body: Body) -> dict[str, Any]:
         """POST /gallery/add: all usable pictures are stored, together and durably, before this answers."""
@@ -109,23 +127,51 @@ class GalleryAnswers:
 
     def _looked_for(
         self, predictor: Predictor, request: schemas.SearchRequest, body: Body
-    ) -> tuple[Embedding, tuple[str, ...]]:
-        """The vectors searched by, and the ids to leave out: the picture itself."""
+    ) -> list[tuple[Embedding, tuple[str, ...]] | DearError]:
+        """Per item the vectors searched by and the ids to leave out (the picture itself), or its error."""
         sources = {"images": body.files or request.images, "texts": request.texts, "ids": request.ids}
         given = {name: items for name, items in sources.items() if items is not None and items != []}
-        if len(given) != 1 or len(*given.values()) != 1:
-            counts = ", ".join(f"{len(items)} {name}" for name, items in given.items()) or "nothing"
+        counts = [len(items) for items in given.values()]
+        if len(given) != 1 or counts[0] > _MAX_SEARCHES:
+            named = ", ".join(f"{len(items)} {name}" for name, items in given.items()) or "nothing"
             raise ApiError(
-                f"search by one picture (images), one text (texts) or one id (ids); {counts} given",
+                f"search by pictures (images), texts or ids, up to {_MAX_SEARCHES} of one kind; {named} given",
                 code="bad_field" if given else "missing_field",
                 field=[*given, "images"][0],
             )
         if request.ids:
-            return wire.first(self._gallery.vectors(request.ids)), tuple(request.ids)
+            vectors = self._gallery.vectors(request.ids)
+            return [(wire.row(vectors, i), (picture,)) for i, picture in enumerate(request.ids)]
         if request.texts:
-            self._inputs.check_texts("texts", request.texts, 1)
-            return wire.first(predictor.readout_text(request.texts)), ()
-        (found,) = each(self._inputs.pictures(request, body), predictor.readout_images)
-        if isinstance(found, DearError):
-            raise wire.at(found, "images[0]")
-        return found, ()
+            self._inputs.check_texts("texts", request.texts, _MAX_SEARCHES)
+            vectors = predictor.readout_text(request.texts)
+            return [(wire.row(vectors, i), ()) for i in range(len(request.texts))]
+        found = each(self._inputs.pictures(request, body), predictor.readout_images)
+        return [f if isinstance(f, DearError) else (f, ()) for f in found]
+
+    def _negatives(
+        self, predictor: Predictor, request: schemas.SearchRequest
+    ) -> tuple[tuple[Embedding, ...], float]:
+        """Vectors of the examples to keep away from, and what they weigh."""
+        asked = request.negative
+        if asked is None:
+            return (), 0.0
+        examples: list[Embedding] = []
+        if asked.ids:
+            vectors = self._gallery.vectors(asked.ids)
+            examples += [wire.row(vectors, i) for i in range(len(asked.ids))]
+        if asked.texts:
+            self._inputs.check_texts("negative.texts", asked.texts, _MAX_SEARCHES)
+            vectors = predictor.readout_text(asked.texts)
+            examples += [wire.row(vectors, i) for i in range(len(asked.texts))]
+        if asked.images:
+            pictures = [decode_picture(text) for text in asked.images[:_MAX_SEARCHES]]
+            for i, found in enumerate(each(pictures, predictor.readout_images)):
+                if isinstance(found, DearError):
+                    raise wire.at(found, f"negative.images[{i}]")
+                examples.append(found)
+        if not examples:
+            raise ApiError(
+                "negative names no example; give ids, texts or images", code="bad_field", field="negative"
+            )
+        return tuple(examples), asked.weight

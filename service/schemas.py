@@ -86,14 +86,38 @@ class EmbedTextRequest(Request):
     texts: list[str]
 
 
+class Negative(BaseModel):
+    """Examples to keep away from: "like this, not that". Up to 16 together."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    ids: list[str] | None = None
+    texts: list[str] | None = None
+    images: list[str] | None = Field(None, description="Base64 or data URIs.")
+    weight: float = Field(
+        0.5, ge=0, le=2, strict=False, description="Share of the mean cosine with them that is taken off."
+    )
+
+
 class SearchRequest(Pictures):
-    """Exactly one of `images`, `texts` and `ids`, holding exactly one item."""
+    """Exactly one of `images`, `texts` and `ids`; each of its items, up to 64, is a search of its own."""
 
     texts: list[str] | None = None
-    ids: list[str] | None = None
+    ids: list[str] | None = Field(
+        None, description="Stored pictures; they are left out of their own results."
+    )
+    negative: Negative | None = None
     attributes: dict[str, Any] | list[dict[str, Any]] | None = Field(None, description=_ATTRIBUTES)
     filter: str | None = Field(None, description="SQL over metadata, such as price < 10 AND brand = 'x'.")
     top_k: int = Field(10, ge=1, le=1000)
+    offset: int = Field(0, ge=0, le=10_000, description="Results to leave out at the front: the next page.")
+    diversity: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        strict=False,
+        description="0: the best; towards 1: unlike one another. With it, offset + top_k is at most 1,000.",
+    )
 
 
 class GalleryAddRequest(Pictures):
@@ -173,7 +197,8 @@ class EmbedAnswer(BaseModel):
 
 
 class Hit(BaseModel):
-    """One picture found; `score` is the weighted sum of `scores`. `thumbnail` is a data URI."""
+    """One picture found; `score` is the weighted sum of `scores` (cosines, less the
+    part of negative examples). `thumbnail` is a data URI."""
 
     id: str
     score: float
@@ -182,11 +207,17 @@ class Hit(BaseModel):
     thumbnail: str | None
 
 
+class SearchResult(BaseModel):
+    """Of one of several searches, best first."""
+
+    results: list[Hit]
+
+
 class SearchAnswer(BaseModel):
-    """Best first."""
+    """`results`: hits, best first; of several searches in one call one entry each, in order."""
 
     model: str
-    results: list[Hit]
+    results: list[Hit] | list[SearchResult | ErrorAnswer]
     warnings: list[str]
 
 

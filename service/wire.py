@@ -23,12 +23,12 @@ __all__ = [
     "at",
     "cut",
     "data_uri",
-    "first",
     "floats",
     "hit_answer",
     "model_answer",
     "picture_answer",
     "previews",
+    "row",
     "settle",
 ]
 
@@ -74,9 +74,9 @@ def cut(predictor: Predictor, texts: Sequence[str]) -> list[str]:
     return [warning for warnings in predictor.text_warnings(texts) for warning in warnings]
 
 
-def first(vectors: Mapping[str, Float32]) -> dict[str, Float32]:
-    """The first row of each array (B, r)."""
-    return {name: rows[0] for name, rows in vectors.items()}
+def row(vectors: Mapping[str, Float32], index: int) -> dict[str, Float32]:
+    """One row of each array (B, r)."""
+    return {name: rows[index] for name, rows in vectors.items()}
 
 
 def floats(embedding: Mapping[str, Float32]) -> dict[str, list[float]]:

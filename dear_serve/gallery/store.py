@@ -213,9 +213,9 @@ class Gallery:
             raise _unknown_id(id)
 
     def compact(self, *, keep: timedelta = timedelta(days=7)) -> None:
-        """Merge small files, bring the index of ids up to date, delete versions older than `keep` (their readers fail).
+        """Merge small files, bring the index of ids up to date, delete versions older than `keep` (readers fail).
 
-        A gallery of 10,000 pictures or more gets an index of ids, which makes upserts and `get` independent of its size.
+        A gallery of 10,000 pictures or more gets an index of ids, which keeps upserts and `get` quick.
         """
         if len(self) >= _INDEX_IDS and not any(i.columns == ["id"] for i in self._table.list_indices()):
             self._commit(lambda table: table.create_index("id", config=BTree()))

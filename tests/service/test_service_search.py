@@ -53,6 +53,38 @@ def test_by_id_leaves_the_picture_out(filled):
     assert {h["id"] for h in results} == set(COLORS) - {"red"}
 
 
+def test_several_searches_in_one_call(filled, picture):
+    single = [filled.post("/search", json={"ids": [i]}).json()["results"] for i in ("red", "blue")]
+    assert filled.post("/search", json={"ids": ["red", "blue"]}).json()["results"] == [
+        {"results": hits} for hits in single
+    ]
+    files = [("images", ("x", picture("blue"))), ("images", ("y", b"nothing"))]
+    good, bad = filled.post("/search", files=files).json()["results"]
+    assert good["results"][0]["id"] == "blue"
+    assert (bad["error"]["code"], bad["error"]["field"]) == ("not_an_image", "images[1]")
+
+
+def test_pages_and_diversity(filled):
+    whole = filled.post("/search", json={"texts": ["a cup"]}).json()["results"]
+    pages = [
+        filled.post("/search", json={"texts": ["a cup"], "top_k": 2, "offset": o}).json()["results"]
+        for o in (0, 2)
+    ]
+    assert pages[0] + pages[1] == whole
+    diverse = filled.post("/search", json={"texts": ["a cup"], "diversity": 0.5}).json()["results"]
+    assert {h["id"] for h in diverse} == {h["id"] for h in whole}
+    assert diverse[0] == whole[0]
+
+
+def test_negative_examples_lower_their_own_score(filled, picture):
+    plain = {h["id"]: h["score"] for h in filled.post("/search", json={"texts": ["a cup"]}).json()["results"]}
+    image = base64.b64encode(picture("green")).decode()
+    for example in ({"ids": ["green"]}, {"images": [image]}):
+        asked = {"texts": ["a cup"], "negative": {**example, "weight": 1}}
+        found = {h["id"]: h["score"] for h in filled.post("/search", json=asked).json()["results"]}
+        assert math.isclose(found["green"], plain["green"] - 1, abs_tol=1e-5)
+
+
 @pytest.mark.parametrize("as_list", [False, True])
 def test_an_attribute_of_the_callers_own(filled, as_list):
     rust = {"name": "rust", "phrases": ["no rust", "light rust", "heavy rust"], "weight": 1.0}
@@ -101,7 +133,16 @@ SEARCH = [
     ({}, "missing_field"),
     ({"texts": []}, "missing_field"),
     ({"texts": ["a"], "ids": ["red"]}, "bad_field"),
-    ({"texts": ["a", "b"]}, "bad_field"),
+    ({"texts": ["a"] * 65}, "bad_field"),
+    ({"texts": ["a", ""]}, "empty_text"),
+    ({"offset": -1}, "bad_field"),
+    ({"diversity": 2}, "bad_field"),
+    ({"diversity": 0.5, "offset": 1000}, "bad_offset"),
+    ({"negative": {}}, "bad_field"),
+    ({"negative": {"ids": ["nobody"]}}, "unknown_id"),
+    ({"negative": {"ids": ["red"] * 17}}, "bad_negative"),
+    ({"negative": {"texts": ["a"], "weight": 3}}, "bad_field"),
+    ({"negative": {"images": ["bm90aGluZw=="]}}, "not_an_image"),
     ({"ids": ["nobody"]}, "unknown_id"),
     ({"ids": ["' OR 1=1 --"]}, "unknown_id"),
     ({"ids": [1]}, "bad_field"),
