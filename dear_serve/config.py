@@ -188,6 +188,9 @@ class DearConfig(StrictConfig):
     text_tokens: int = 5
     beta: float = 0.9
     mask: Literal["paper", "one-way"] = "paper"
+    token_start: Literal["learned", "class"] = "learned"
+    """What an attribute token is when it joins: learned (the paper's), or class: learned plus the picture's class token
+    there (ours)."""
     alpha_cls: float = 0.7
 
     def __post_init__(self) -> None:

@@ -8,6 +8,7 @@ import json
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -53,16 +54,21 @@ class _Cell:
     seed: int
 
 
+class _NotDoneError(Exception):
+    """Nothing was to be computed, and this isn't there."""
+
+
 class _Results:
     """Trainings that were done, a JSON file each; equal trainings of several rows are one.
 
     Args:
         folder: of the ablation.
         execution: how steps are computed.
+        only_done: compute nothing; `_NotDoneError` for what is not there.
     """
 
-    def __init__(self, folder: Path, execution: Execution) -> None:
-        self.folder, self.execution = folder, execution
+    def __init__(self, folder: Path, execution: Execution, *, only_done: bool = False) -> None:
+        self.folder, self.execution, self.only_done = folder, execution, only_done
         self._benches: dict[str, Bench] = {}
         self._keys: dict[tuple[TaskSpec, TrainConfig], str] = {}
 
@@ -111,6 +117,8 @@ class _Results:
 
     def _outcome(self, cell: _Cell, kind: str, compute: Callable[[], Outcome]) -> dict[str, Any]:
         file = self.folder / "results" / cell.task.name / f"{self._key(cell)}-{cell.seed}-{kind}.json"
+        if not file.is_file() and self.only_done:
+            raise _NotDoneError(str(file))
         if not file.is_file():
             result = compute().to_dict()
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -179,6 +187,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--base", help="instead of the recipe's")
     add("--precision", choices=("fp32", "bf16"), default="fp32", help="of the trained blocks' products")
     add("--threads", type=int, help="of the processor (default: torch's choice)")
+    add("--done", action="store_true", help="compute nothing: tables of what is done")
     add("--quiet", action="store_true", help="no progress")
     add("--debug", action="store_true", help="show the traceback of an error")
     return parser
@@ -210,13 +219,14 @@ def _run(args: argparse.Namespace) -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     signal.signal(signal.SIGTERM, _interrupt)
-    results = _Results(args.out, Execution(precision=args.precision))
+    results = _Results(args.out, Execution(precision=args.precision), only_done=args.done)
     todo, cells = list(_cells(recipe, args)), {}
     bar = tqdm(todo, file=sys.stderr, disable=args.quiet, mininterval=5)
     try:
         for cell in bar:
             bar.set_postfix_str(f"{cell.task.name}, {cell.row.name}, seed {cell.seed}")
-            cells[cell.task.name, cell.row.name, cell.seed] = results.figures(cell)
+            with suppress(_NotDoneError) if args.done else nullcontext():
+                cells[cell.task.name, cell.row.name, cell.seed] = results.figures(cell)
     finally:
         if cells:
             print(_write(args.out, recipe, cells, args.seeds), end="")

@@ -27,6 +27,11 @@ class LearnableTokens(nn.Module):
         """Input of the joining block: (B, count, d)."""
         return self.tokens.expand(batch, -1, -1)
 
-    def mix(self, output: Tensor) -> Tensor:
-        """Input of a later block: beta * r + (1 - beta) * output of the block before, (B, count, d)."""
-        return self.beta * self.tokens + (1 - self.beta) * output
+    def mix(self, output: Tensor, start: Tensor | None = None) -> Tensor:
+        """Input of a later block: beta * r + (1 - beta) * output of the block before, (B, count, d).
+
+        Args:
+            output: of the block before.
+            start: input of the joining block in place of r, where it was not r.
+        """
+        return self.beta * (self.tokens if start is None else start) + (1 - self.beta) * output
