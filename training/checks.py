@@ -36,7 +36,8 @@ class PictureCheck:
 
     def __call__(self, items: Sequence[Item]) -> bool:
         """Whether any of `items` is unreadable. Raises DataError naming them unless `skip`."""
-        for item in self._progress(self._unseen(items)):
+        unseen = self._unseen(items)
+        for item in self._progress(unseen) if unseen else ():
             self._seen.add(item.path)
             try:
                 data = item.path.read_bytes()

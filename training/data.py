@@ -71,16 +71,17 @@ def make_task(
     tests, sources = test_splits(data, protocol, check, targets=targets)
     names = data.class_names[:base]
     _check_covered(data, names, train, tests)
+    problems = (
+        *_draw_notes(data, names, (train, val), shots, check),
+        *_split_notes(data, (train, val), targets, check),
+    )
     return Task(
         class_names=names,
         train=train,
         val=val,
         tests=tests,
-        notes=(
-            *_draw_notes(data, names, (train, val), shots, check),
-            *_split_notes(data, (train, val), check),
-            *(note for target in targets for note in target.notes),
-        ),
+        problems=problems,
+        notes=(*problems, *(note for found in (data, *targets) if (note := order_note(found)))),
         templates={name: source.templates for name, source in sources.items() if source.templates},
         targets=tuple(sources)[1:] if targets else (),
     )
@@ -207,14 +208,19 @@ def _draw_notes(
     return tuple(note for note in notes if note)
 
 
-def _split_notes(data: DataSet, drawn: Drawn, check: PictureCheck) -> tuple[str, ...]:
-    """Notes on a data set's lists, and on the content of the pictures that are used."""
+def _split_notes(
+    data: DataSet, drawn: Drawn, targets: Sequence[DataSet], check: PictureCheck
+) -> tuple[str, ...]:
+    """Notes on what stands in several lists, by path, and by content of the pictures that are used."""
     groups = {
         split: [(item.path, data.class_names[item.label]) for item in items]
         for split, items in zip(("train", "val", "test"), (*drawn, data.test), strict=True)
     }
-    notes = [*data.notes, path_note(data), order_note(data), *same_picture_notes(groups, check.hashes)]
-    return tuple(note for note in notes if note)
+    names = distinct_names([data.name, *(target.name for target in targets)])[1:]
+    for name, target in zip(names, targets, strict=True):
+        groups[name] = [(item.path, target.class_names[item.label]) for item in target.test]
+    listed = path_note(data)
+    return (*((listed,) if listed else ()), *same_picture_notes(groups, check.hashes))
 
 
 def fingerprint(task: Task) -> str:

@@ -21,7 +21,7 @@ from training.data import TARGET_PROTOCOLS, distinct_names, make_task, test_spli
 from training.items import DataSet, Task, some
 from training.recipe import open_data
 from training.scoring import EngineTowers, evaluate, summary
-from training.tables import table, write_tables
+from training.tables import check_places, table, write_tables
 
 __all__ = ["main"]
 
@@ -108,6 +108,7 @@ def _joined(sets: Sequence[DataSet], protocol: str, check: PictureCheck, bundle:
 
 
 def _run(args: argparse.Namespace) -> None:
+    check_places(args.json, args.html)
     bundle = Bundle.open(args.bundle)
     given = validate_templates(args.template) if args.template else ()
     default = given or bundle.manifest.templates

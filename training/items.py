@@ -35,8 +35,6 @@ class DataSet:
     """For titles and columns: the folder's, the file's or the recipe's."""
     templates: tuple[str, ...] = ()
     """Texts with one {} that a recipe gives for this data set; none: the run's."""
-    notes: tuple[str, ...] = ()
-    """What reading it found that the user should know."""
 
 
 Tests = dict[str, tuple[tuple[str, ...], tuple[Item, ...]]]
@@ -53,7 +51,9 @@ class Task:
     tests: Tests
     """By "all", by "base" and "novel", or by the data sets' names."""
     notes: tuple[str, ...] = ()
-    """What the user should know of the data, with names: pictures left out, classes with too few, …"""
+    """What the user should know of the data, with names; `problems` and what is merely worth knowing."""
+    problems: tuple[str, ...] = ()
+    """Pictures left out, classes with fewer pictures than shots, pictures in several splits or classes."""
     val: tuple[Item, ...] = ()
     """Validation pictures of the trained classes, where there are any: what may be chosen, is chosen on these."""
     templates: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

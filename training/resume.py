@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from dear_serve.errors import ConfigError
+from dear_serve.errors import ConfigError, DataError
 from training.items import Item, Task, some
 
 __all__ = ["check_resumed", "describe"]
@@ -56,13 +58,11 @@ def check_resumed(file: Path, identity: Mapping[str, Any], described: Mapping[st
     Raises:
         ConfigError: an option, the base or the data differ; the message says which and how (the data only where
             options and base are the same: others draw other pictures).
+        DataError: the disk is full, or the folder cannot be written.
     """
     new = {"identity": dict(identity), _DATA: dict(described)}
     if not file.is_file():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_suffix(".partial")
-        partial.write_text(json.dumps(new), encoding="utf-8")
-        partial.replace(file)
+        _write(file, json.dumps(new))
         return
     try:
         old: Any = json.loads(file.read_text(encoding="utf-8"))
@@ -77,6 +77,20 @@ def check_resumed(file: Path, identity: Mapping[str, Any], described: Mapping[st
             "Put that back as it was, or start again without --resume",
             field="resume",
         )
+
+
+def _write(file: Path, text: str) -> None:
+    partial = file.with_suffix(f".partial-{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(file)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink()
+        raise DataError(
+            f"{file} cannot be written ({error.strerror}); make room or choose another --out", field="out"
+        ) from error
 
 
 def _options(old: Mapping[str, Any], new: Mapping[str, Any], where: str = "") -> list[str]:

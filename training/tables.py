@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import html
 import json
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ import numpy as np
 
 __all__ = [
     "ROWS",
+    "check_places",
     "columns",
     "harmonic_mean",
     "html_table",
@@ -121,6 +123,17 @@ def json_table(runs: Sequence[dict[str, float]], *, title: str, seeds: Sequence[
     return {"title": title, "seeds": list(seeds), "columns": columns(mean), "rows": rows}
 
 
+def check_places(*files: Path | None) -> None:
+    """Refuse, before anything is computed, places where no file can be written (OSError naming the place)."""
+    for file in files:
+        if file is not None:
+            if file.is_dir():
+                raise IsADirectoryError(errno.EISDIR, "is a folder", str(file))
+            file.parent.mkdir(parents=True, exist_ok=True)
+            _partial(file).write_text("", encoding="utf-8")
+            _partial(file).unlink()
+
+
 def write_tables(
     tables: Sequence[tuple[str, Sequence[dict[str, float]]]],
     *,
@@ -151,6 +164,9 @@ def write_tables(
 
 def _replace(file: Path, text: str) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f".{file.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(file)
+    _partial(file).write_text(text, encoding="utf-8")
+    _partial(file).replace(file)
+
+
+def _partial(file: Path) -> Path:
+    return file.with_name(f".{file.name}.partial")

@@ -143,6 +143,23 @@ def test_domain_takes_some_of_the_same_classes_and_no_others(train_set, target):
         made(train_set, "domain", load_data(target, target=True))
 
 
+def test_a_leak_into_a_target_is_named(train_set, target):
+    shutil.copy(made(train_set, "few-shot").train[0].path, target / "blue_cup" / "copy.png")
+    task = made(train_set, "domain", load_data(target, target=True))
+    assert task.problems == task.notes
+    assert f"= elsewhere {target}/blue_cup/copy.png" in task.notes[0]
+
+
+def test_order_is_noted_and_no_problem(train_set, target):
+    file = target / "split.json"
+    rows = [[f"{name}/0.png", i, name] for i, name in enumerate(("red_fox", "blue_cup"))]
+    more = [[f"{name}/1.png", i, name] for i, name in enumerate(("red_fox", "blue_cup"))]
+    file.write_text(json.dumps({"train": rows, "val": [], "test": more}))
+    task = make_task(load_data(file), protocol="few-shot", shots=1, seed=1, check=PictureCheck())
+    assert task.problems == ()
+    assert "red_fox is label 0" in task.notes[0]
+
+
 def test_targets_of_one_name_get_columns_of_their_own(train_set, target):
     again = load_data(target, target=True)
     task = made(train_set, "cross-dataset", again, again)

@@ -156,6 +156,7 @@ def test_strict_refuses_what_is_else_noted(quick, train_set, tmp_path, capsys):
         (["imagenet_a", "--root", "."], "not found"),
         (["DATA", "--protocol", "cross-dataset"], "--test-on"),
         (["DATA", "--test-on", "DATA"], "its own data set alone"),
+        (["DATA", "--json", "/dev/null/t.json"], "cannot be used"),
     ],
 )
 def test_bad_sources(args, words, quick, train_set, tmp_path, capsys):

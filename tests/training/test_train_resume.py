@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from dear_serve.errors import ConfigError, DearError
+from dear_serve.errors import ConfigError, DataError, DearError
 from training.experiment import Options, run
 from training.resume import check_resumed, describe
 
@@ -94,3 +94,10 @@ def test_a_broken_record_is_refused(task, tmp_path, text):
     hashes = {item.path: b"" for item in task.train}
     with pytest.raises(ConfigError, match="start again without --resume"):
         check_resumed(file, {}, describe(task, hashes))
+
+
+def test_a_place_that_cannot_be_written_is_named(task, tmp_path):
+    (tmp_path / "file").write_text("")
+    hashes = {item.path: b"" for item in task.train}
+    with pytest.raises(DataError, match=r"s\.json cannot be written \(File exists\)"):
+        check_resumed(tmp_path / "file" / "s.json", {}, describe(task, hashes))

@@ -9,7 +9,7 @@ import pytest
 
 from training.items import Item
 from training.scoring import Scores, summary
-from training.tables import html_table, json_table, table, write_tables
+from training.tables import check_places, html_table, json_table, table, write_tables
 
 
 def scores(split, adapted, **others):
@@ -57,3 +57,16 @@ def test_json_and_html(tmp_path):
     assert json.loads(files["json_file"].read_text()) == [{**data, "title": "<b>"}]
     assert "<h2>&lt;b&gt;</h2>" in files["html_file"].read_text()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["new", "t.html"]
+
+
+def test_places_are_tried_and_left_as_they_were(tmp_path):
+    file = tmp_path / "t.json"
+    check_places(file, None)
+    assert list(tmp_path.iterdir()) == []
+    file.write_text("old")
+    check_places(file)
+    assert file.read_text() == "old"
+    with pytest.raises(IsADirectoryError, match="is a folder"):
+        check_places(tmp_path)
+    with pytest.raises(OSError, match="t\\.json"):
+        check_places(file / "x.html")
