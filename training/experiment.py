@@ -70,7 +70,7 @@ class Options:
     """Bytes."""
     skip_unreadable: bool = False
     strict: bool = False
-    """Refuse a data set of which there is something to note (see `Task.notes`)."""
+    """Refuse a data set with problems (see `Task.problems`)."""
     baselines: bool = False
     """Add the rows of `training.baselines` to the table and the report."""
     device: str = "cpu"
@@ -179,8 +179,8 @@ def _checked_task(shared: _Run, seed: int) -> Task:
         check=shared.check,
         targets=shared.targets,
     )
-    if task.notes and shared.options.strict:
-        raise DataError(f"{shared.data.root} is refused (--strict): {'; '.join(task.notes)}")
+    if task.problems and shared.options.strict:
+        raise DataError(f"{shared.data.root} is refused (--strict): {'; '.join(task.problems)}")
     for note in task.notes:
         shared.console.say(f"note: {note}")
     return task
