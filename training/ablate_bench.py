@@ -102,11 +102,11 @@ class Bench:
     def __init__(self, spec: TaskSpec, folder: Path, *, execution: Execution) -> None:
         self.spec, self.execution = spec, execution
         self.cache = folder / "cache"
-        options = DemoOptions(
-            classes=spec.classes, train=spec.train, test=spec.test, style=spec.style, seed=spec.seed
-        )
-        self.data = _rendered(folder / "pictures", options)
-        self.old = _rendered(folder / "pictures", replace(options, style=spec.old_style, train=1))
+        pictures, share = folder / "pictures", len(spec.styles)
+        old = DemoOptions(classes=spec.classes, train=1, test=spec.test, style=spec.old_style, seed=spec.seed)
+        new = replace(old, train=spec.train // share, test=spec.test // share)
+        self.old = _rendered(pictures, old)
+        self.data = _merged([_rendered(pictures, replace(new, style=style)) for style in spec.styles])
         self.check = PictureCheck()
         self._trunks: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
         self._texts: dict[tuple[object, ...], TextSide] = {}
@@ -285,6 +285,13 @@ def _rendered(root: Path, options: DemoOptions) -> DataSet:
     if not (folder / LABELS).is_file():
         write_demo(folder, options)
     return load_data(folder)
+
+
+def _merged(parts: Sequence[DataSet]) -> DataSet:
+    """Data sets of equal classes as one."""
+    first, *_ = parts
+    train = tuple(item for part in parts for item in part.train)
+    return replace(first, train=train, test=tuple(item for part in parts for item in part.test))
 
 
 def _attribute_labels(data: DataSet) -> dict[Path, dict[str, int]]:

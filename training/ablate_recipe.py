@@ -33,13 +33,23 @@ class TaskSpec(StrictConfig):
     name: str
     about: str = ""
     classes: int = 24
-    style: str = "night"
-    """Of training and test pictures."""
+    styles: tuple[str, ...] = ("night",)
+    """Of training and test pictures, in equal shares."""
     old_style: str = "print"
     """One that the base was trained on: the same classes in it show what was forgotten."""
     train: int = 20
+    """Pictures a class to draw shots from, a multiple of the number of styles."""
     test: int = 30
+    """Test pictures a class, likewise."""
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.styles or self.train % len(self.styles) or self.test % len(self.styles):
+            raise ConfigError(
+                f"task {self.name!r} has {self.train} training and {self.test} test pictures a class for "
+                f"{len(self.styles)} styles; give multiples of the number of styles, and one style or more",
+                field="styles",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

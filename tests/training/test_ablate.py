@@ -27,6 +27,7 @@ base = "{base}"
 [[tasks]]
 name = "tiny"
 classes = 4
+styles = ["night", "dusk"]
 train = 2
 test = 2
 
@@ -83,6 +84,7 @@ def test_the_shipped_recipe_has_the_rows_of_the_paper_and_ours():
         (('name = "DeAR"', 'name = "DeAR"\ntasks = ["huge"]'), "names the task 'huge'; known are tiny"),
         (("epochs = 1", "epoch = 1"), "no option 'epoch'"),
         (('than = "DeAR"', 'than = "Dear"'), "names the row 'Dear'"),
+        (("train = 2", "train = 3"), "3 training and 2 test pictures a class for 2 styles"),
         (('expect = "lower"', 'expect = "less"'), "expect is 'less'"),
         (('kind = "zero-shot"', 'kind = "few-shot"'), "kind is 'few-shot'"),
     ],
