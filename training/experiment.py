@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -74,7 +74,7 @@ class Options:
     baselines: bool = False
     """Add the rows of `training.baselines` to the table and the report."""
     device: str = "cpu"
-    execution: Execution = Execution()
+    execution: Execution = field(default_factory=Execution)
 
     @property
     def state(self) -> Path:

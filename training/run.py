@@ -15,11 +15,13 @@ from tqdm import tqdm
 from dear_serve.command import run_command
 from dear_serve.errors import ConfigError
 from training.config import Protocol, TrainConfig, read_recipe
+from training.distributed import joined
+from training.execution import Execution, default_keep, resolve_precision
 from training.experiment import Options, run
 from training.items import DataSet
-from training.prepare import read_templates
+from training.prepare import read_templates, resolve_device
 from training.recipe import known_recipes, open_data
-from training.tables import table, write_tables
+from training.tables import check_places, table, write_tables
 
 __all__ = ["main"]
 
@@ -30,6 +32,7 @@ _EXAMPLES = """examples:
   python -m training.run data/flowers
   python -m training.run data/flowers --base ViT-B-16/openai --shots 16 --protocol base-to-novel --seeds 1,2,3
   python -m training.run data/flowers --recipe flowers.toml --out runs/flowers --resume
+  torchrun --nproc-per-node 4 -m training.run data/flowers   (one process a GPU)
   python -m training.run oxford_pets --root DATA --roles vit-b-16.roles.json --baselines
   python -m training.run imagenet --root DATA --protocol domain --test-on imagenet_a --test-on imagenet_r
 
@@ -83,7 +86,7 @@ def _task_options(task: Group, defaults: TrainConfig) -> None:
     task.add_argument(
         "--strict",
         action="store_true",
-        help="refuse a data set with anything to note, such as copies in two splits",
+        help="refuse a data set with problems: copies in two splits, too few pictures, …",
     )
     task.add_argument(
         "--baselines", action="store_true", help="rows for other prompts and for a linear probe too"
@@ -139,6 +142,19 @@ def _place_options(place: Group) -> None:
     place.add_argument("--cache-limit", type=float, default=8.0, help="its size in GB (default: %(default)s)")
     place.add_argument("--no-cache", action="store_true", help="compute the frozen blocks in every step")
     place.add_argument("--device", default="auto", help="cpu, cuda, or auto (default)")
+    place.add_argument(
+        "--precision",
+        choices=("auto", "fp32", "bf16"),
+        default="auto",
+        help="of the trained blocks' matrix products (default: bf16 on a GPU that has it, else fp32)",
+    )
+    place.add_argument(
+        "--checkpoint-above",
+        type=float,
+        metavar="GB",
+        help="activations that a tower may keep; beyond, they are computed twice (gradient checkpointing; "
+        "default: 2, on a GPU a quarter of its memory)",
+    )
     place.add_argument("--quiet", action="store_true", help="no progress bars")
     place.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
@@ -252,10 +268,21 @@ def _main(args: argparse.Namespace) -> None:
     if args.list_recipes:
         print("\n".join(known_recipes()))
         return
-    console, start = _Console(quiet=args.quiet), time.monotonic()
+    with joined(resolve_device(args.device)) as (world, device):
+        execution = Execution(
+            world=world,
+            precision=resolve_precision(args.precision, device),
+            keep=default_keep(device) if args.checkpoint_above is None else int(args.checkpoint_above * 1e9),
+        )
+        _train(args, execution, device)
+
+
+def _train(args: argparse.Namespace, execution: Execution, device: str) -> None:
+    console, start = _Console(quiet=args.quiet or not execution.world.first), time.monotonic()
     data, targets, known = _sources(args)
     out = args.out or Path("runs") / data.name
     config = _config(args, known)
+    check_places(args.json, args.html)
     try:
         with _Stop() as should_stop:
             result = run(
@@ -269,7 +296,8 @@ def _main(args: argparse.Namespace) -> None:
                     skip_unreadable=args.skip_unreadable,
                     strict=args.strict,
                     baselines=args.baselines,
-                    device=args.device,
+                    device=device,
+                    execution=execution,
                 ),
                 targets=targets,
                 console=console,
@@ -277,6 +305,8 @@ def _main(args: argparse.Namespace) -> None:
             )
     finally:
         console.end()
+    if not execution.world.first:
+        return
     print(f"{args.data or data.name}: accuracy in %")
     print(table(result.runs))
     print(f"bundle {out}, report {out / 'report.html'} ({time.monotonic() - start:.0f} s)")

@@ -17,6 +17,7 @@ from dear_serve.backbone.clip import Clip
 from dear_serve.backbone.text import MAX_EXTRA_TOKENS, end_of_text
 from dear_serve.config import DearConfig, default_first_block
 from dear_serve.dear.fusion import Fusion
+from dear_serve.dear.joining import joining_block
 from dear_serve.dear.mask import block_mask
 from dear_serve.dear.roles import Roles
 from dear_serve.dear.tokens import LearnableTokens
@@ -133,16 +134,23 @@ class DearModel(nn.Module):
             trunk: see above.
             pooled: in block L compute only what the features need, CLS and the attribute tokens: (B, 1+K, d).
         """
-        x, tokens = trunk, self.attribute_tokens.first(trunk.shape[0])
-        last = self.clip.config.vision.layers
+        x, start = trunk, self.attribute_tokens.first(trunk.shape[0])
+        if self.config.token_start == "class":
+            start = start + x[:, :1]
+        tokens, last = start, self.clip.config.vision.layers
         for layer in range(self.config.first_block, last + 1):
             if layer > self.config.first_block:
-                tokens = self.attribute_tokens.mix(tokens)
+                tokens = self.attribute_tokens.mix(tokens, start)
             before, mask, queries = torch.cat([x, tokens], dim=1), self.get_buffer(f"mask_{layer}"), None
             if pooled and layer == last:
                 mask = torch.cat([mask[:, :1], mask[:, self.originals :]], dim=1)
                 queries = torch.cat([x[:, :1], tokens], dim=1)
-            y = self.clip.visual.blocks[layer - 1](before, mask, queries)
+            block = self.clip.visual.blocks[layer - 1]
+            if queries is None and torch.is_grad_enabled() and not x.requires_grad:
+                x, tokens = joining_block(block, x, tokens, mask)
+                yield HeadStep(layer, before, torch.cat([x, tokens], dim=1))
+                continue
+            y = block(before, mask, queries)
             yield HeadStep(layer, before, y)
             x, tokens = y[:, : self.originals], y[:, self.originals :]
 
