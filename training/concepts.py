@@ -20,8 +20,8 @@ import importlib.util
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +90,11 @@ class Lexicon:
         concepts = dict(self.concepts)
         for name, seeds in phrases.items():
             concepts[name] = (*concepts.get(name, ()), *seeds)
-        return Lexicon(concepts=concepts, carriers=self.carriers)
+        return replace(self, concepts=concepts)
+
+    def only(self, names: Container[str]) -> Lexicon:
+        """This lexicon without the concepts that are not in `names`."""
+        return replace(self, concepts={c: seeds for c, seeds in self.concepts.items() if c in names})
 
     def require(self, attributes: Sequence[str]) -> None:
         """Raise ConfigError if one of `attributes` is no concept of this lexicon."""

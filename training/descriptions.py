@@ -15,10 +15,19 @@ from dear_serve.errors import ConfigError
 from training.captions import attribute_prompts
 from training.world_vocab import ATTRIBUTES, with_article
 
-__all__ = ["PHRASES", "fill", "general_descriptions", "load_descriptions", "unique", "world_descriptions"]
+__all__ = [
+    "PHRASES",
+    "fill",
+    "general_descriptions",
+    "load_descriptions",
+    "unique",
+    "world_descriptions",
+    "world_pool",
+]
 
 PHRASES = Path(__file__).parent / "phrases.json"
 _OBJECT_WORDINGS = 2  # of the training wordings; the other attributes have fewer values and take all of them
+_CAPTION_WORDS = {"and", "at", "drawing", "image", "in", "of", "on", "picture", "with"}
 
 
 def general_descriptions(path: Path = PHRASES) -> dict[str, str]:
@@ -50,6 +59,31 @@ def world_descriptions(n_objects: int | None = None) -> dict[str, str]:
             for text in row[:_OBJECT_WORDINGS] if attribute == "object" else row:
                 pool.setdefault(text, attribute)
     return pool
+
+
+def world_pool() -> dict[str, str]:
+    """Phrase -> attribute for bases trained on the attribute world: its values, and general phrases in its words.
+
+    A word that the captions never had has an untrained embedding, so what TEXTSPAN makes of it is chance: on a late
+    state of dear-mini the head of color was described as "a picture of a fern". And a phrase has to say what it is
+    about: "something on a star" is left out, "a star shape" stays.
+    """
+    world = world_descriptions()
+    known = _CAPTION_WORDS.union(*(_words(text) for text in world))
+    general = {
+        text: concept
+        for text, concept in general_descriptions().items()
+        if concept in ATTRIBUTES and _words(text) <= known
+    }
+    return {
+        text: concept
+        for text, concept in {**world, **general}.items()
+        if concept != "shape" or "shape" in _words(text)
+    }
+
+
+def _words(text: str) -> set[str]:
+    return set(text.lower().replace("-", " ").split())
 
 
 def load_descriptions(path: Path) -> list[str]:

@@ -18,7 +18,7 @@ from dear_serve.dear.roles import Roles
 from dear_serve.errors import ConfigError
 from training.causal import CausalCheck, causal_check, groups_of
 from training.concepts import LEXICON, ClusterConfig, Encoder, Lexicon
-from training.descriptions import general_descriptions, load_descriptions, unique, world_descriptions
+from training.descriptions import general_descriptions, load_descriptions, unique, world_pool
 from training.head_values import HeadOutputs, gather
 from training.labelled import LabelledPictures, read_labelled, world_task
 from training.phrases import load_phrases
@@ -121,6 +121,8 @@ def _inputs(options: RoleOptions, skipped: Skipped) -> _Inputs:
         phrases=phrases,
     )
     lexicon = Lexicon.load(options.concepts).with_concepts(phrases)
+    if options.descriptions is None and _renders(base):  # its captions are about nothing else
+        lexicon = lexicon.only({*world_pool().values(), *attributes})
     lexicon.require(attributes)
     pool_name, pool = _pool(options, base, phrases)
     pictures = _pictures(options, base, skipped)
@@ -157,8 +159,7 @@ def _pool(options: RoleOptions, base: Base, phrases: dict[str, tuple[str, ...]])
             [*own, *load_descriptions(options.descriptions)]
         )
     if _renders(base):
-        name = "the attribute world's vocabulary and general phrases"
-        return name, unique([*own, *world_descriptions(), *general_descriptions()])
+        return "phrases in the attribute world's words", unique([*own, *world_pool()])
     return "general phrases", unique([*own, *general_descriptions()])
 
 
@@ -314,18 +315,9 @@ def _facts(options: RoleOptions, inputs: _Inputs, outputs: HeadOutputs) -> dict[
 
 def _warnings(page: Page) -> list[str]:
     """What whoever uses the roles should know."""
-    roles, chance, out = page.roles, page.chance, page.report.warnings()
-    below = sum(chance.specialized)
-    if not below:
+    chance, out = page.chance, page.report.warnings()
+    if not chance.specialized:
         out.insert(0, _nothing(chance))
-    else:
-        doubtful = [
-            f"{h.layer}.{h.head}"
-            for h, special in zip(roles.heads, chance.specialized, strict=True)
-            if roles.core_attribute(h.layer, h.head) and not special
-        ]
-        if doubtful:
-            out.append(f"experts whose entropy is no lower than chance would give: {', '.join(doubtful)}")
     if page.causal is None:
         out.append("no causal check: give pictures labelled per attribute with --labelled")
     return out
@@ -333,7 +325,7 @@ def _warnings(page: Page) -> list[str]:
 
 def _nothing(chance: Chance) -> str:
     return (
-        f"nothing is specialized: none of the {len(chance.p)} heads has a concept entropy below what {chance.draws} "
-        "random deals of the descriptions give, so these roles mean nothing (train with --roles mixed or "
-        "--roles generalization)"
+        f"nothing is specialized: the concepts of the {len(chance.p)} heads differ no more than in {chance.draws} "
+        f"random deals of the descriptions (p = {chance.overall:.3f}), so these roles mean nothing; train with "
+        "--roles mixed or --roles generalization"
     )

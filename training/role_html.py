@@ -155,8 +155,8 @@ def _entropies(page: Page) -> str:
         f'<h2>Concept entropy</h2><svg viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" role="img" '
         f'aria-label="concept entropy of each head">{"".join(parts)}</svg>'
         f'<p class="note">Dots: heads. Gray ticks: mean of {chance.draws} random deals of all descriptions to the '
-        f"heads. Red: thresholds. {sum(chance.specialized)} of {len(roles.heads)} heads lie below what such deals "
-        "give (false discovery rate 5 %).</p>"
+        f"heads. Red: thresholds. {chance.apart} of {len(roles.heads)} heads have concepts that one such deal "
+        f"in twenty would not give (p of 5 % at most); for all heads together p = {chance.overall:.3f}.</p>"
     )
 
 
@@ -271,7 +271,7 @@ def _head(page: Page, index: int) -> str:
     chosen, shares = page.report.chosen[index], page.report.shares[index]
     by_concept = ", ".join(f"{name} {100 * p:.0f} %" for name, p in shares.items()) or "none"
     rows = [[_t(d.text), f"{100 * d.variance / chosen.variance:.1f} %"] for d in head.descriptions]
-    notes = [f"chance would give {page.chance.expected[index]:.2f} bits (p = {page.chance.p[index]:.3f})"]
+    notes = [f"random deals give {page.chance.expected[index]:.2f} bits (p = {page.chance.p[index]:.3f})"]
     notes += [
         f"keeps its role in {100 * s.kept[index]:.0f} % of rounds over {s.over}" for s in page.stability
     ]

@@ -255,7 +255,8 @@ def _print(out: Path, result: RoleResult) -> None:
     for s in stability:
         print(f"{s.share:.0%} of heads keep their role when the {s.over} are drawn anew ({s.rounds} rounds)")
     print(
-        f"{sum(page.chance.specialized)} of {len(roles.heads)} heads lie below chance; "
+        f"{page.chance.apart} of {len(roles.heads)} heads have concepts of their own (p of 5 % at most; all together "
+        f"p = {page.chance.overall:.3f}); "
         f"{facts['pictures']['count']} {facts['pictures']['what']}; {facts['descriptions']['count']} descriptions: "
         f"{facts['descriptions']['what']}; sentence encoder: {facts['sentence_encoder']}; "
         f"{len(page.report.clusters.names)} clusters, {page.report.noise:.0%} of the recorded descriptions are noise"

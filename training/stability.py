@@ -1,9 +1,11 @@
 """How far roles can be trusted: against chance, and over samples of the pictures and of the descriptions (ours).
 
 *Against chance.* The descriptions of all heads are dealt to the heads anew at random, each place keeping the weight it
-had, and concept entropies are taken again. A head is *specialized* if its own entropy is lower than those of such
-deals: p is the share of deals that are as low, and the heads are judged together at a false discovery rate of 5 %
-(Benjamini and Hochberg 1995). Terciles always call a third of the heads attribute heads; this says whether they are.
+had. How far a head's shares of the concepts lie from those of all descriptions together (Kullback and Leibler's
+divergence) is compared with such deals: p is the share of deals that lie as far. A base is *specialized* if the mean
+over its heads is farther than in 99 % of the deals. The divergence and not the entropy, because a concept that half of
+all descriptions are about gives low entropies by chance, and a rare one does not. Terciles always call a third of the
+heads attribute heads; this says whether anything is.
 
 *Over samples.* Roles are computed again from pictures drawn with replacement, and from a pool of descriptions drawn
 with replacement; a head keeps its role in a round if role and attribute are the same as those of the whole.
@@ -18,12 +20,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from training.concepts import NOISE, Encoder
+from training.concepts import Encoder
 from training.role_report import RoleReport
 
 __all__ = ["Chance", "Stability", "against_chance", "bootstrap", "remembering"]
 
-_RATE = 0.05  # false discovery rate
+_LEVEL, _HEAD_LEVEL = 0.01, 0.05  # of p, for the base and for one head
 Counts = npt.NDArray[np.int64]
 Again = Callable[[Counts | None, Counts | None], RoleReport]
 """How often each picture, or each description, is in a sample (None: each once) -> roles from that sample."""
@@ -31,20 +33,32 @@ Again = Callable[[Counts | None, Counts | None], RoleReport]
 
 @dataclass(frozen=True, kw_only=True)
 class Chance:
-    """Per head, in the roles' order, how its entropy compares with random deals of the descriptions."""
+    """How the concepts of heads compare with random deals of the descriptions."""
 
+    overall: float
+    """p of the mean over all heads."""
     p: tuple[float, ...]
+    """Per head, in the roles' order."""
     expected: tuple[float, ...]
-    """Mean entropy of the deals, bits."""
-    specialized: tuple[bool, ...]
+    """Per head the mean entropy of the deals, bits."""
     draws: int
+
+    @property
+    def specialized(self) -> bool:
+        """Whether the heads together differ more than chance."""
+        return self.overall <= _LEVEL
+
+    @property
+    def apart(self) -> int:
+        """Heads with p of 5 % at most; one in twenty is by chance."""
+        return sum(p <= _HEAD_LEVEL for p in self.p)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for the report."""
         return {
             "draws": self.draws,
-            "false_discovery_rate": _RATE,
-            "specialized": sum(self.specialized),
+            "specialized": self.specialized,
+            "p_overall": round(self.overall, 4),
             "p": [round(p, 4) for p in self.p],
             "expected_bits": [round(e, 4) for e in self.expected],
         }
@@ -78,12 +92,12 @@ class Stability:
 
 
 def against_chance(report: RoleReport, *, share: str, draws: int = 1000, seed: int = 0) -> Chance:
-    """Compare each head's concept entropy with random deals of all heads' descriptions.
+    """Compare each head's concepts with random deals of all heads' descriptions.
 
     Args:
         report: the roles.
-        share: "variance" or "count", as the entropies were computed.
-        draws: deals.
+        share: "variance" or "count", as the shares were computed.
+        draws: deals, 1 or more.
         seed: of the deals.
     """
     concept_of = dict(zip(report.descriptions, report.clusters.concepts, strict=True))
@@ -97,46 +111,35 @@ def against_chance(report: RoleReport, *, share: str, draws: int = 1000, seed: i
             weights.append(d.variance if share == "variance" else 1.0)
     heads, labels, weight = np.array(head_of, int), np.array(concepts, int), np.array(weights)
     shape = (len(report.chosen), max(1, len(names)))
-    observed = _entropies(heads, labels, weight, shape)
-    rng, lower, total = np.random.default_rng(seed), np.zeros(shape[0]), np.zeros(shape[0])
+    common = np.log2(np.maximum(np.bincount(labels, minlength=shape[1]) / max(1, len(labels)), 1e-300))
+    observed, _ = _divergences(heads, labels, weight, common, shape[0])
+    rng, farther, total, overall = np.random.default_rng(seed), np.zeros(shape[0]), np.zeros(shape[0]), 0
     for _ in range(draws):
-        dealt = _entropies(heads, rng.permutation(labels), weight, shape)
-        lower += dealt <= observed + 1e-12
-        total += dealt
-    p = (1 + lower) / (1 + draws)
-    meaningful = np.array([h.concept not in (NOISE, "") for h in report.roles.heads])
-    found = _discoveries(p) & meaningful
+        dealt, entropies = _divergences(heads, rng.permutation(labels), weight, common, shape[0])
+        farther += dealt >= observed - 1e-12
+        overall += int(dealt.mean() >= observed.mean() - 1e-12)
+        total += entropies
     return Chance(
-        p=tuple(p.tolist()),
-        expected=tuple((total / max(1, draws)).tolist()),
-        specialized=tuple(found.tolist()),
+        overall=(1 + overall) / (1 + draws),
+        p=tuple(((1 + farther) / (1 + draws)).tolist()),
+        expected=tuple((total / draws).tolist()),
         draws=draws,
     )
 
 
-def _entropies(
+def _divergences(
     heads: npt.NDArray[np.int_],
     labels: npt.NDArray[np.int_],
     weight: npt.NDArray[np.float64],
-    shape: tuple[int, int],
-) -> npt.NDArray[np.float64]:
-    """Entropy in bits of each head's weights by concept."""
-    table = np.bincount(heads * shape[1] + labels, weights=weight, minlength=shape[0] * shape[1]).reshape(
-        shape
-    )
+    common: npt.NDArray[np.float64],
+    count: int,
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Of each head's weights by concept: divergence from `common` (log2 of shares), and entropy, both in bits."""
+    kinds = len(common)
+    table = np.bincount(heads * kinds + labels, weights=weight, minlength=count * kinds).reshape(count, kinds)
     p = table / np.maximum(table.sum(1, keepdims=True), 1e-300)
-    out: npt.NDArray[np.float64] = -(p * np.log2(np.where(p > 0, p, 1.0))).sum(1)
-    return out
-
-
-def _discoveries(p: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
-    """Benjamini and Hochberg's step-up rule."""
-    order = np.argsort(p)
-    passed = np.flatnonzero(p[order] <= _RATE * np.arange(1, len(p) + 1) / len(p))
-    out = np.zeros(len(p), bool)
-    if len(passed):
-        out[order[: passed[-1] + 1]] = True
-    return out
+    entropy = -(p * np.log2(np.where(p > 0, p, 1.0))).sum(1)
+    return -entropy - p @ common, entropy
 
 
 def remembering(encode: Encoder) -> Encoder:
