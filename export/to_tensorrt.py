@@ -1,7 +1,8 @@
 """ONNX graphs of a bundle to TensorRT engines (plans), with optimisation profiles and a timing cache.
 
 Reduced precision is decided in the ONNX graph: networks are strongly typed, by flag on TensorRT 10 and always on 11.
-A plan only runs on the TensorRT version and GPU that built it, which `trt/build.json` records with the graphs' hashes.
+A plan only runs on the TensorRT version and GPU that built it, which `trt/build.json` records with the graphs' hashes
+(`dear_serve.runtime.tensorrt`); `trtexec --loadEngine=image.plan` takes it as it is.
 """
 
 from __future__ import annotations
@@ -10,23 +11,32 @@ import importlib
 import importlib.util
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import onnx
+from onnx import TensorProto, helper
+
 from dear_serve.bundle import Bundle, sha256_file
-from dear_serve.config import StrictConfig
 from dear_serve.errors import BundleError, CheckFailedError, ConfigError, MissingDependencyError
-from dear_serve.io_spec import ALL_GRAPHS
+from dear_serve.io_spec import ALL_GRAPHS, GraphSpec, TensorSpec
 from dear_serve.manifest import Manifest
 from dear_serve.runtime.onnx_engine import graph_sizes
+from dear_serve.runtime.tensorrt import (
+    BUILD_FILE,
+    CACHE_FILE,
+    WORKSPACE_BYTES,
+    BuildReport,
+    PlanInfo,
+    gpu_name,
+)
+from export.check_trt import check_bundle
 
 __all__ = [
     "MAX_BATCH",
-    "BuildReport",
-    "PlanInfo",
     "Profile",
     "build_engines",
+    "context_graph",
     "creation_flags",
     "parse_batches",
     "profiles",
@@ -35,34 +45,13 @@ __all__ = [
 
 MAX_BATCH = 1024
 MAX_CLASSES = 1000
-BUILD_FILE = "build.json"
-CACHE_FILE = "timing.cache"
-WORKSPACE_BYTES = 4 << 30
+_ONNX_TYPES = {"float32": TensorProto.FLOAT, "int64": TensorProto.INT64}
+_CONTEXT_OPSET, _CONTEXT_IR = 20, 10  # of the graph around a plan; any would do
 _PIP_LINE = 'pip install "dear-serve[gpu]"'
 
 Shape = tuple[int, ...]
 Profile = dict[str, tuple[Shape, Shape, Shape]]
 """Smallest, usual and largest shape of each input."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanInfo(StrictConfig):
-    """One engine: what it was built from and what it is."""
-
-    file: str
-    sha256: str
-    graph_sha256: str
-    weights_sha256: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class BuildReport(StrictConfig):
-    """`trt/build.json`: the identity of the engines. On another TensorRT, GPU or graph they must be built again."""
-
-    tensorrt: str
-    gpu: str
-    batches: tuple[int, ...]
-    plans: dict[str, PlanInfo]
 
 
 def parse_batches(text: str) -> tuple[int, int, int]:
@@ -120,7 +109,7 @@ def require_tensorrt() -> tuple[Any, str]:
     Raises:
         MissingDependencyError: naming exactly what is missing and what to install.
     """
-    gpu = _gpu_name()
+    gpu = gpu_name()
     missing = []
     if importlib.util.find_spec("tensorrt") is None:
         missing.append("the Python package tensorrt is not installed")
@@ -138,15 +127,6 @@ def require_tensorrt() -> tuple[Any, str]:
             f"TensorRT is {trt.__version__}; 10 or newer is needed: {_PIP_LINE}", field="trt"
         )
     return trt, gpu
-
-
-def _gpu_name() -> str | None:
-    import torch
-
-    if not torch.cuda.is_available():
-        return None
-    major, minor = torch.cuda.get_device_capability(0)
-    return f"{torch.cuda.get_device_name(0)} (compute capability {major}.{minor})"
 
 
 def _major(trt: Any) -> int:
@@ -173,12 +153,13 @@ def build_engines(bundle: Bundle, batches: tuple[int, int, int]) -> Bundle:
     Raises:
         MissingDependencyError: TensorRT or a GPU is missing.
         BundleError: the bundle has no graphs, or cannot be written.
-        CheckFailedError: TensorRT refuses a graph.
+        CheckFailedError: TensorRT refuses a graph, or would by its operator list (`export.check_trt`).
     """
     trt, gpu = require_tensorrt()
+    check_bundle(bundle)
     graphs = {name: bundle.file(f"onnx/{spec.file}") for name, spec in ALL_GRAPHS.items()}
     weights = bundle.manifest.files["onnx/weights.bin"].sha256
-    shapes = profiles(bundle.manifest, batches)
+    shapes, sizes = profiles(bundle.manifest, batches), graph_sizes(bundle.manifest)
 
     def write(folder: Path) -> None:
         cache = _old_cache(bundle, str(trt.__version__), gpu)
@@ -187,11 +168,15 @@ def build_engines(bundle: Bundle, batches: tuple[int, int, int]) -> Bundle:
             plan, cache = _build(trt, path, shapes[name], cache)
             file = folder / f"{name}.plan"
             file.write_bytes(plan)
+            context = folder / f"{name}.onnx"
+            onnx.save(context_graph(ALL_GRAPHS[name], shapes[name], sizes, file.name, gpu), context)
             plans[name] = PlanInfo(
                 file=file.name,
                 sha256=sha256_file(file),
                 graph_sha256=sha256_file(path),
                 weights_sha256=weights,
+                profile=dict(shapes[name]),
+                context=context.name,
             )
         (folder / CACHE_FILE).write_bytes(cache)
         report = BuildReport(tensorrt=str(trt.__version__), gpu=gpu, batches=batches, plans=plans)
@@ -203,6 +188,46 @@ def build_engines(bundle: Bundle, batches: tuple[int, int, int]) -> Bundle:
         raise BundleError(
             f"engines cannot be written ({error.strerror or error}); the bundle is as it was"
         ) from error
+
+
+def context_graph(
+    spec: GraphSpec, profile: Profile, sizes: Mapping[str, int], plan: str, gpu: str
+) -> onnx.ModelProto:
+    """The graph through which ONNX Runtime's TensorRT provider loads a plan: one EPContext node that names its file.
+
+    Args:
+        spec: of the graph the plan stands for.
+        profile: of the plan; an input axis that it fixes is fixed here too.
+        sizes: of the fixed axes, by letter.
+        plan: file name, in the same folder.
+        gpu: which built it, ending in "(compute capability M.m)".
+    """
+    fixed = {
+        letter: low[i]
+        for tensor in spec.inputs
+        for low, _, high in [profile[tensor.name]]
+        for i, letter in tensor.dynamic_axes().items()
+        if low[i] == high[i]
+    }
+
+    def info(tensor: TensorSpec) -> onnx.ValueInfoProto:
+        return helper.make_tensor_value_info(
+            tensor.name, _ONNX_TYPES[tensor.dtype], list(tensor.shape({**sizes, **fixed}))
+        )
+
+    node = helper.make_node(
+        "EPContext",
+        [t.name for t in spec.inputs],
+        [t.name for t in spec.outputs],
+        domain="com.microsoft",
+        main_context=1,
+        embed_mode=0,
+        ep_cache_context=plan,
+        hardware_architecture=gpu.rpartition(" ")[2].strip(")").replace(".", ""),
+    )
+    graph = helper.make_graph([node], plan, [info(t) for t in spec.inputs], [info(t) for t in spec.outputs])
+    opsets = [helper.make_opsetid("", _CONTEXT_OPSET), helper.make_opsetid("com.microsoft", 1)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=_CONTEXT_IR, producer_name="dear-serve")
 
 
 def _old_cache(bundle: Bundle, version: str, gpu: str) -> bytes:

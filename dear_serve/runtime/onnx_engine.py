@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,15 +29,17 @@ from dear_serve.runtime.base import (
     in_chunks,
 )
 from dear_serve.runtime.onnx_header import TensorHeader, read_header
+from dear_serve.runtime.shared_sessions import frozen_key, shared_session
+from dear_serve.runtime.tensorrt import largest_batch, provider_options, session_source
 
 __all__ = ["MAX_BATCH", "OnnxEngine"]
 
 MAX_BATCH = 64
 
-_CPU = "CPUExecutionProvider"
+_CPU, _CUDA, _TENSORRT = "CPUExecutionProvider", "CUDAExecutionProvider", "TensorrtExecutionProvider"
 # By preference. TensorRT takes minutes to build its engines, so it runs only when it is asked for.
-_DEFAULT_PROVIDERS = ("CUDAExecutionProvider", _CPU)
-_SHORT_NAMES = {"cpu": _CPU, "cuda": "CUDAExecutionProvider", "tensorrt": "TensorrtExecutionProvider"}
+_DEFAULT_PROVIDERS = (_CUDA, _CPU)
+_SHORT_NAMES = {"cpu": _CPU, "cuda": _CUDA, "tensorrt": _TENSORRT}
 _PIP_LINES = {_CPU: 'pip install "dear-serve[cpu]"'}
 _GPU_PIP_LINE = 'pip install "dear-serve[gpu]"'
 
@@ -53,7 +56,9 @@ class OnnxEngine(Engine):
         bundle: an opened bundle.
         threads: CPU threads within one operation; default: every CPU this process may use.
         providers: execution providers by preference, by full or short name ("cpu", "cuda", "tensorrt"); if
-            the first is not what runs, that is an error. Default: CUDA where it is installed, else the CPU.
+            none of them is what runs, that is an error, and if a later one is, the log says so. Default: CUDA
+            where it is installed, else the CPU. TensorRT takes the bundle's engines (`dear-export --trt`),
+            or builds its own, which takes minutes; what it cannot take runs on CUDA or the CPU.
 
     Raises:
         MissingDependencyError: ONNX Runtime or an asked provider is not there.
@@ -68,8 +73,11 @@ class OnnxEngine(Engine):
         self._manifest = bundle.manifest
         self._threads = threads or _usable_cpus()
         self._asked = _resolve_providers(self._runtime, providers)
-        self._strict = providers is not None
+        self._named = frozenset(self._asked if providers else ())
         self._sizes = graph_sizes(bundle.manifest)
+        self._limit = (
+            min(MAX_BATCH, largest_batch(bundle) or MAX_BATCH) if _TENSORRT in self._asked else MAX_BATCH
+        )
         self._sessions: dict[str, Any] = {}
         self._lock = threading.Lock()
         self._closed = False
@@ -95,7 +103,7 @@ class OnnxEngine(Engine):
         cls, attributes = in_chunks(
             lambda rows: self._run("image", {"pixels": rows}),
             as_pixels(pixels, size),
-            limit=MAX_BATCH,
+            limit=self._limit,
             empty=(_empty(0, width), _empty(0, count, width)),
         )
         return ImageFeatures(cls=cls, attributes=attributes)
@@ -135,7 +143,7 @@ class OnnxEngine(Engine):
         zero_shot, cls, attributes = in_chunks(
             lambda rows: self._run("joint", {"pixels": rows}),
             as_pixels(pixels, size),
-            limit=MAX_BATCH,
+            limit=self._limit,
             empty=(_empty(0, width), _empty(0, width), _empty(0, count, width)),
         )
         return zero_shot, ImageFeatures(cls=cls, attributes=attributes)
@@ -147,7 +155,7 @@ class OnnxEngine(Engine):
         (maps,) = in_chunks(
             lambda rows: self._run("explain", {"pixels": rows}),
             as_pixels(pixels, size),
-            limit=MAX_BATCH,
+            limit=self._limit,
             empty=(_empty(0, count, patches),),
         )
         return maps
@@ -161,7 +169,7 @@ class OnnxEngine(Engine):
     def _rows(self, graph: str, name: str, rows: Any, width: int) -> Float32:
         """One input, one output (B, `width`)."""
         (result,) = in_chunks(
-            lambda part: self._run(graph, {name: part}), rows, limit=MAX_BATCH, empty=(_empty(0, width),)
+            lambda part: self._run(graph, {name: part}), rows, limit=self._limit, empty=(_empty(0, width),)
         )
         return result
 
@@ -176,33 +184,54 @@ class OnnxEngine(Engine):
             if self._closed:
                 raise DearError("the engine is closed; open the bundle again", code="closed")
             if graph not in self._sessions:
-                self._sessions[graph] = self._open_session(graph)
+                same = frozen_key(self._bundle, graph)
+                key = None if same is None else (*same, str(self._threads), str(self._asked))
+                self._sessions[graph] = shared_session(key, lambda: self._open_session(graph))
             return self._sessions[graph]
 
     def _open_session(self, graph: str) -> Any:
         runtime, file = self._runtime, ALL_GRAPHS[graph].file
+        path, providers = self._source(graph)
+        wanted = providers[0] if isinstance(providers[0], str) else providers[0][0]
         if not self._bundle.is_current():
-            raise BundleError(f"{self._bundle.name} has been replaced since it was opened; open it again")
+            raise BundleError(
+                f"{self._bundle.name} has been replaced since it was opened; open it again",
+                code="bundle_replaced",
+            )
         options = runtime.SessionOptions()
         options.intra_op_num_threads = self._threads
         options.inter_op_num_threads = 1
         options.log_severity_level = 3
         try:
-            session = runtime.InferenceSession(
-                str(self._bundle.file(f"onnx/{file}")), sess_options=options, providers=list(self._asked)
-            )
+            session = runtime.InferenceSession(str(path), sess_options=options, providers=providers)
         except Exception as error:  # ONNX Runtime's exceptions have no common ancestor below this
             raise BundleError(
                 f"{file} cannot be loaded by ONNX Runtime: {error}; run dear-export again"
             ) from error
         session.disable_fallback()
         running = session.get_providers()[0]
-        if running != self._asked[0]:
-            message = f"provider {self._asked[0]} cannot run here ({running} does): its libraries are missing"
-            if self._strict:
-                raise MissingDependencyError(f"{message}; {_pip_line(self._asked[0])}", field="providers")
-            _log.warning("%s; %s", message, _pip_line(self._asked[0]))
+        if running != wanted:
+            message = f"provider {wanted} cannot run here ({running} does): its libraries are missing"
+            if self._named and running not in self._named:
+                raise MissingDependencyError(f"{message}; {_pip_line(wanted)}", field="providers")
+            _log.warning("%s; %s", message, _pip_line(wanted))
+        if _TENSORRT in self._asked:
+            _log.info(
+                "graph %s runs on %s from %s", graph, running, path.relative_to(self._bundle.paths.root)
+            )
         return session
+
+    def _source(self, graph: str) -> tuple[Path, list[str | tuple[str, dict[str, str]]]]:
+        """The file to open, and on which providers. Fusion takes any number of classes, so it gets no engine."""
+        file = self._bundle.file(f"onnx/{ALL_GRAPHS[graph].file}")
+        if _TENSORRT not in self._asked or graph == "fusion":
+            return file, [name for name in self._asked if name != _TENSORRT] or [_CPU]
+        options = provider_options(self._bundle, graph)
+        fallback = [
+            n for n in (_CUDA, _CPU) if n not in self._asked and n in self._runtime.get_available_providers()
+        ]
+        providers = [(name, options) if name == _TENSORRT else name for name in (*self._asked, *fallback)]
+        return session_source(self._bundle, graph), providers
 
 
 def graph_sizes(manifest: Manifest) -> dict[str, int]:
