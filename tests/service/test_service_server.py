@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -121,9 +121,34 @@ def test_the_server(fake_bundle, picture, tmp_path):
             assert 'dear_engine_info{engine="fake"' in client.get("/metrics").text
             assert "/classify" in client.get("/docs.json").json()["paths"]
             assert client.get("/").headers["content-type"].startswith("text/html")
+        finish = begun_request(url, picture())
         process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)  # the server has heard of it, most likely; the request must be answered either way
+        assert finish().startswith(b"HTTP/1.1 200")
         assert process.wait(20) == 0
     assert "Traceback" not in log.read_text()
+
+
+def begun_request(url: str, data: bytes) -> Callable[[], bytes]:
+    """Half of a request, known to have arrived; the function returned sends the rest and gives the answer."""
+    host, port = url.removeprefix("http://").split(":")
+    request = httpx.Request(
+        "POST", f"{url}/classify", files={"images": ("x", data)}, headers={"X-API-Key": "k"}
+    )
+    head = "".join(f"{name}: {value}\r\n" for name, value in request.headers.items())
+    body = request.read()
+    connection = socket.create_connection((host, int(port)), timeout=30)
+    connection.sendall(f"POST /classify HTTP/1.1\r\n{head}\r\n".encode() + body[:50])
+    running = 'bentoml_service_request_in_progress{endpoint="/classify",service_name="dear"} 1.0'
+    while running not in httpx.get(f"{url}/metrics", headers={"X-API-Key": "k"}, timeout=30).text:
+        time.sleep(0.05)
+
+    def finish() -> bytes:
+        with connection:
+            connection.sendall(body[50:])
+            return connection.recv(1000)
+
+    return finish
 
 
 def test_no_bundle_stops_the_server_with_one_line(tmp_path):
