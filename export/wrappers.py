@@ -82,6 +82,7 @@ class _AdaptedTower(_ImageTower):
         self.keep = 1 - tokens.beta
         self.register_buffer("first_tokens", tokens.tokens.detach())
         self.register_buffer("mixed_in", tokens.beta * tokens.tokens.detach())
+        self.class_share = tokens.beta if model.config.token_start == "class" else None
         self.register_buffer("attribute_proj", model.attribute_projection.detach())
         last = len(self.blocks)
         for layer in range(self.first, last + 1):
@@ -109,13 +110,16 @@ class _AdaptedTower(_ImageTower):
     def inputs(self, trunk: Tensor, last: int) -> Iterator[tuple[int, Tensor]]:
         """What enters each of the blocks J..`last`, (B, 1+N+K, d)."""
         x, tokens = trunk, self.get_buffer("first_tokens").expand(trunk.shape[0], -1, -1)
+        mixed_in = self.get_buffer("mixed_in")
+        if self.class_share is not None:
+            tokens, mixed_in = tokens + x[:, :1], mixed_in + self.class_share * x[:, :1]
         for layer in range(self.first, last + 1):
             joined = torch.cat([x, tokens], dim=1)
             yield layer, joined
             if layer < last:
                 y = self.blocks[layer - 1](joined, getattr(self, f"mask_block_{layer}"))
                 x = y[:, : self.originals]
-                tokens = self.get_buffer("mixed_in") + self.keep * y[:, self.originals :]
+                tokens = mixed_in + self.keep * y[:, self.originals :]
 
 
 class Image(_AdaptedTower):

@@ -30,7 +30,8 @@ def uniform(role: str, first_block: int = 2) -> Roles:
 
 def build(clip: Clip, roles: Roles, **options) -> DearModel:
     torch.manual_seed(1)
-    config = DearConfig(attributes=ATTRIBUTES, first_block=2, text_first_block=2, text_tokens=3, **options)
+    options = {"first_block": 2, **options}
+    config = DearConfig(attributes=ATTRIBUTES, text_first_block=2, text_tokens=3, **options)
     model = DearModel(clip, roles, config)
     torch.nn.init.normal_(model.attribute_tokens.tokens)  # large tokens: leaks would show
     torch.nn.init.normal_(model.text_tokens.tokens)
@@ -98,6 +99,22 @@ def test_one_way_mask_keeps_the_class_feature_whatever_the_roles(clip):
         cls, attributes = model.image_features(pixels())
     assert (cls - clip.encode_image(pixels())).abs().max() <= 1e-6
     assert attributes.std(0).min() > 0  # yet the tokens read the picture
+
+
+def test_tokens_may_start_from_the_class_token(clip):
+    """With nothing learned yet and every head open, each of them is the class token's twin in blocks J..L."""
+    model = build(clip, uniform("mixed", 3), first_block=3, mask="one-way", token_start="class")
+    torch.nn.init.zeros_(model.attribute_tokens.tokens)
+    with torch.no_grad():
+        trunk = model.image_trunk(pixels())
+        (step,) = model.head_steps(trunk)
+        assert torch.equal(step.before[:, model.originals :], trunk[:, :1].expand(-1, 3, -1))
+    model = build(clip, uniform("mixed"), token_start="class")  # two blocks: mixed with the same start
+    with torch.no_grad():
+        first, second = model.head_steps(model.image_trunk(pixels()))
+        start = first.before[:, model.originals :]
+        mixed = 0.9 * start + 0.1 * first.after[:, model.originals :]
+        assert torch.allclose(second.before[:, model.originals :], mixed, atol=1e-6)
 
 
 def test_mixed_heads_let_tokens_in(clip):
