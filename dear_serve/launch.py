@@ -19,7 +19,7 @@ from dear_serve.errors import BundleError, InputError
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
-__all__ = ["run_server", "serve_command", "serve_environment", "server_process"]
+__all__ = ["named_bundles", "run_server", "serve_command", "serve_environment", "server_process"]
 
 
 def serve_command(*, host: str, port: int) -> list[str]:
@@ -77,6 +77,20 @@ def serve_environment(
         "BENTOML_DO_NOT_TRACK": "True",
     }
     return {**os.environ, **settings, **(options or {})}
+
+
+def named_bundles(items: Sequence[Path | str]) -> dict[str, Path]:
+    """Each PATH or NAME=PATH under the name it is served by. Raises InputError for two of one name."""
+    found: dict[str, Path] = {}
+    for item in items:
+        prefix, path = _placed(item)
+        name = prefix.rstrip("=") or path.resolve().name
+        if name in found:
+            raise InputError(
+                f"two bundles are called {name!r}; give one another name: NAME={path}", field="bundle"
+            )
+        found[name] = path
+    return found
 
 
 def _placed(item: Path | str) -> tuple[str, Path]:

@@ -18,7 +18,7 @@ PACKAGES = ("dear_serve", "training", "export", "service")
 ORDER = (
     ("errors",), ("command",), ("config",), ("io_spec",), ("preprocess",), ("tokenizer",), ("backbone",), ("dear",),
     ("labels",), ("readout",), ("atomic", "manifest", "bundle"), ("runtime",), ("gallery",),
-    ("launch", "doctor", "demo"), ("cli",),
+    ("launch", "bento", "doctor", "demo"), ("cli",),
 )  # fmt: skip
 HEAVY = ("torch", "torchvision", "open_clip")
 TORCH_FREE = (
@@ -26,7 +26,7 @@ TORCH_FREE = (
     "dear_serve.labels", "dear_serve.bundle", "dear_serve.readout", "dear_serve.runtime.onnx_engine",
     "dear_serve.runtime.fake_engine", "dear_serve.runtime.predict", "dear_serve.gallery",
     "dear_serve.gallery.indexer", "dear_serve.dear.roles", "dear_serve.dear.mask", "dear_serve.cli",
-    "dear_serve.launch", "dear_serve.doctor", "dear_serve.demo",
+    "dear_serve.launch", "dear_serve.bento", "dear_serve.doctor", "dear_serve.demo",
 )  # fmt: skip
 
 
