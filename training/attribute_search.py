@@ -11,7 +11,6 @@ near chance. `--choose FILE` writes the better kind per attribute, as training t
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import sys
 from collections.abc import Sequence
@@ -21,71 +20,14 @@ from typing import Any
 import numpy as np
 
 from dear_serve.command import run_command
-from dear_serve.errors import DataError
+from dear_serve.gallery.evaluate import LabeledPictures, picture_features
+from dear_serve.gallery.measures import chance, precision_at
 from dear_serve.labels import l2_normalize
-from dear_serve.preprocess import preprocess_bytes
 from dear_serve.readout import project
-from dear_serve.runtime.base import Float32
 from dear_serve.runtime.predict import Predictor
 from training.readouts import span_bases
 
 __all__ = ["chance", "main", "precision_at", "search_table"]
-
-_BATCH = 100
-
-
-def precision_at(vectors: Float32, labels: np.ndarray, *, k: int = 10) -> float:
-    """Mean share of the k nearest other pictures with the same label.
-
-    Args:
-        vectors: (n, r), L2-normalised; searched by cosine.
-        labels: (n,) of anything comparable.
-        k: from 1 to n - 1.
-    """
-    scores = vectors @ vectors.T
-    np.fill_diagonal(scores, -np.inf)
-    nearest = np.argpartition(-scores, k - 1, axis=1)[:, :k]
-    return float((labels[nearest] == labels[:, None]).mean())
-
-
-def chance(labels: np.ndarray) -> float:
-    """Precision of a random order: the share of pairs of different pictures that agree."""
-    _, counts = np.unique(labels, return_counts=True)
-    n = len(labels)
-    return float((counts * (counts - 1)).sum() / (n * (n - 1)))
-
-
-def _read(folder: Path, attributes: Sequence[str]) -> tuple[list[bytes], dict[str, np.ndarray]]:
-    """Pictures and their labels per attribute.
-
-    Raises:
-        DataError: no labels.csv, or it lacks a column.
-    """
-    file = folder / "labels.csv"
-    if not file.is_file():
-        raise DataError(
-            f"{folder} has no labels.csv; make one: python -m training.world_data gallery {folder}"
-        )
-    with file.open(encoding="utf-8", newline="") as stream:
-        rows = list(csv.DictReader(stream))
-    known = [a for a in attributes if rows and a in rows[0]]
-    if len(rows) < 20 or not known:
-        raise DataError(f"{file} has {len(rows)} rows and the columns {list(rows[0]) if rows else []}; "
-                        f"20 rows or more and one of {', '.join(attributes)} are needed")  # fmt: skip
-    images = [(folder / row["path"]).read_bytes() for row in rows]
-    return images, {a: np.array([row[a] for row in rows]) for a in known}
-
-
-def _features(predictor: Predictor, images: Sequence[bytes]) -> tuple[Float32, Float32, Float32]:
-    """Adapted class features (n, D), attribute features (n, K, D) and frozen class features (n, D)."""
-    config, engine = predictor.bundle.manifest.preprocess, predictor.engine
-    parts: list[tuple[Float32, Float32, Float32]] = []
-    for start in range(0, len(images), _BATCH):
-        pixels = np.stack([preprocess_bytes(data, config) for data in images[start : start + _BATCH]])
-        adapted = engine.encode_image(pixels)
-        parts.append((adapted.cls, adapted.attributes, engine.encode_image_zero_shot(pixels)))
-    cls, attributes, frozen = (np.concatenate(column) for column in zip(*parts, strict=True))
-    return cls, attributes, frozen
 
 
 def search_table(predictor: Predictor, folder: Path, *, k: int = 10) -> dict[str, Any]:
@@ -102,10 +44,13 @@ def search_table(predictor: Predictor, folder: Path, *, k: int = 10) -> dict[str
         NAME" and "token span NAME" (f_k on the span).
     """
     names = predictor.bundle.manifest.dear.attributes
-    images, labels = _read(folder, names)
-    cls, attributes, frozen = _features(predictor, images)
+    pictures = LabeledPictures.read(folder, names)
+    images, labels = pictures.data, pictures.labels
+    features = picture_features(predictor, images)
+    cls, attributes, frozen = features.cls, features.attributes, features.frozen
     vectors = {"class": cls, "frozen class": frozen}
-    bases = span_bases(names, lambda texts: predictor.text_features(texts, "zero_shot"))
+    own = predictor.bundle.roles().phrases
+    bases = span_bases(names, lambda texts: predictor.text_features(texts, "zero_shot"), own=own)
     for index, name in enumerate(names):
         token = np.ascontiguousarray(attributes[:, index])
         vectors[f"token {name}"] = token

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from dear_serve.backbone.zoo import ASSETS, Base, load_base
-from dear_serve.config import DearConfig
+from dear_serve.config import DEFAULT_ATTRIBUTES, DearConfig
 from dear_serve.dear.model import DearModel, resolve
 from dear_serve.dear.roles import Roles
 from dear_serve.errors import BaseModelError, ConfigError
@@ -67,6 +67,7 @@ def prepare(config: TrainConfig, *, device: str = "cpu") -> Prepared:
     base = load_base(config.base)
     dear = resolve(config.dear, base.clip)
     roles = choose_roles(config.roles, base, dear)
+    dear = _with_their_attributes(dear, roles)
     folder = base_folder(config.base)
     tokenizer = Tokenizer.from_open_clip(context_length=base.config.text.context_length)
     if tokenizer.vocab_size != base.config.text.vocab_size:
@@ -82,8 +83,15 @@ def prepare(config: TrainConfig, *, device: str = "cpu") -> Prepared:
         roles=roles,
         templates=config.templates or _default_templates(folder),
         tokenizer=tokenizer,
-        readout_kinds=_readout_kinds(folder),
+        readout_kinds={**dict.fromkeys(roles.phrases, "span"), **_readout_kinds(folder)},
     )
+
+
+def _with_their_attributes(dear: DearConfig, roles: Roles) -> DearConfig:
+    """`dear` with the attributes of the roles, unless it names others than the default ones itself."""
+    if dear.attributes != DEFAULT_ATTRIBUTES or not roles.attributes:
+        return dear
+    return replace(dear, attributes=roles.attributes)
 
 
 def resolve_device(name: str) -> str:

@@ -21,16 +21,25 @@ __all__ = ["build_readouts", "span_bases"]
 _EXPLAINED = 0.99  # share of the phrases' variance that a basis keeps; the rest is wording
 
 
-def span_bases(attributes: Sequence[str], encode: Callable[[Sequence[str]], Float32]) -> dict[str, Float32]:
+def span_bases(
+    attributes: Sequence[str],
+    encode: Callable[[Sequence[str]], Float32],
+    *,
+    own: Mapping[str, Sequence[str]] | None = None,
+) -> dict[str, Float32]:
     """Basis Q (r, D) of each attribute that has phrases.
 
     Args:
         attributes: names; those without phrases are left out, and "object" where the other spans leave nothing.
         encode: texts to frozen text features (n, D), L2-normalised.
+        own: phrases of attributes of one's own (`Roles.phrases`), which go before those of `PHRASES`. Their spans are
+            never removed from another attribute's.
     """
-    features = {name: encode(PHRASES[name]) for name in attributes if name in PHRASES}
+    phrases = {**PHRASES, **(own or {})}
+    features = {name: encode(phrases[name]) for name in attributes if name in phrases}
     bases = {name: _explaining(f, span_basis(f)) for name, f in features.items() if name not in REMAINDERS}
-    others = np.concatenate(list(bases.values())) if bases else None
+    removed = [basis for name, basis in bases.items() if name in PHRASES]
+    others = np.concatenate(removed) if removed else None
     for name, f in features.items():
         if name in REMAINDERS and (others is None or np.linalg.matrix_rank(others) < others.shape[1]):
             bases[name] = _explaining(f, span_basis(f, without=others))
@@ -38,7 +47,11 @@ def span_bases(attributes: Sequence[str], encode: Callable[[Sequence[str]], Floa
 
 
 def build_readouts(
-    attributes: Sequence[str], kinds: Mapping[str, str], encode: Callable[[Sequence[str]], Float32]
+    attributes: Sequence[str],
+    kinds: Mapping[str, str],
+    encode: Callable[[Sequence[str]], Float32],
+    *,
+    own: Mapping[str, Sequence[str]] | None = None,
 ) -> tuple[tuple[Readout, ...], dict[str, Float32]]:
     """The readouts that a bundle records, and the bases of those that are spans.
 
@@ -46,15 +59,16 @@ def build_readouts(
         attributes: of the model.
         kinds: attribute to "token" or "span"; an attribute without phrases is read by its token.
         encode: as in `span_bases`.
+        own: as in `span_bases`.
     """
-    bases = span_bases(attributes, encode)
+    bases, phrases = span_bases(attributes, encode, own=own), {**PHRASES, **(own or {})}
     spans = {n: b for n, b in bases.items() if kinds.get(n, "token") == "span"}
-    others = tuple(n for n in bases if n not in REMAINDERS)
+    others = tuple(n for n in bases if n in PHRASES and n not in REMAINDERS)
     readouts = tuple(
         Readout(
             attribute=name,
             kind="span",
-            phrases=PHRASES[name],
+            phrases=tuple(phrases[name]),
             without=others if name in REMAINDERS else (),
         )
         if name in spans

@@ -64,7 +64,9 @@ def write_bundle(outcome: Outcome, out: Path) -> None:
     def encode(texts: Sequence[str]) -> Float32:
         return class_features(texts, ("{}",), towers.zero_shot_text, prepared.tokenizer)
 
-    readouts, bases = build_readouts(prepared.dear.attributes, prepared.readout_kinds, encode)
+    readouts, bases = build_readouts(
+        prepared.dear.attributes, prepared.readout_kinds, encode, own=prepared.roles.phrases
+    )
     base = prepared.base
     manifest = Manifest(
         base=BaseRef(name=base.name, sha256=base.sha256, clip=base.config),
