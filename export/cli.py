@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dear_serve.command import run_command
-from dear_serve.errors import MissingDependencyError
+from dear_serve.errors import ConfigError, MissingDependencyError
 
 if TYPE_CHECKING:
+    from export.check_trt import Support
     from export.pipeline import ExportReport
 
 __all__ = ["main"]
@@ -20,8 +21,12 @@ __all__ = ["main"]
 _EXAMPLES = """examples:
   dear-export runs/flowers                         graphs in fp32, checked against torch
   dear-export runs/flowers --images photos/        check on your own pictures
-  dear-export runs/flowers --opset 23              attention as one operator (newer runtimes)
+  dear-export runs/flowers --precision int8 --images photos/   for CPUs: smaller and faster, calibrated on photos/
+  dear-export runs/flowers --opset 20              for ONNX Runtime before 1.23
   dear-export runs/flowers --trt --batch 1,8,64    TensorRT engines too, for batches 1 to 64, best at 8
+  dear-export runs/flowers --check-trt             whether TensorRT would take the graphs that are there; needs no GPU
+  dear-export runs/flowers --format triton --out models/       the graphs that are there as a Triton model repository
+  dear-export runs/flowers --format open_clip --out frozen/    the frozen base for open_clip.create_model("local-dir:…")
 
 exit codes: 0 done, 1 a check failed, 2 bad usage or input, 3 an optional part is missing
 If anything fails, the graphs that were there stay."""
@@ -42,8 +47,19 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="folder that training.run made")
-    parser.add_argument("--precision", default="fp32", metavar="P", help="of the graphs (default: fp32)")
-    parser.add_argument("--opset", type=int, default=20, metavar="N", help="ONNX operator set (default: 20)")
+    parser.add_argument(
+        "--precision",
+        default="fp32",
+        metavar="P",
+        help="of the graphs: fp32, fp16 (CUDA, TensorRT) or int8 (CPU); default: fp32",
+    )
+    parser.add_argument(
+        "--opset",
+        type=int,
+        metavar="N",
+        help="ONNX operator set, 18 to 23; default: 23, attention as one operator (ONNX Runtime 1.23 on), "
+        "and 20 with fp16 or --trt",
+    )
     parser.add_argument("--images", type=Path, metavar="DIR", help="pictures to check with")
     parser.add_argument("--trt", action="store_true", help="also build TensorRT engines (needs a GPU)")
     parser.add_argument(
@@ -52,6 +68,17 @@ def _parser() -> argparse.ArgumentParser:
         metavar="MIN,OPT,MAX",
         help="batches the TensorRT engines take (default: 1,8,64)",
     )
+    parser.add_argument(
+        "--check-trt",
+        action="store_true",
+        help="only check the bundle's graphs against TensorRT's operator list",
+    )
+    parser.add_argument(
+        "--format",
+        metavar="F",
+        help="only write the bundle for another tool: triton or open_clip, into --out",
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="new folder for --format")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     return parser
 
@@ -62,16 +89,52 @@ def _run(arguments: argparse.Namespace) -> None:
         raise MissingDependencyError(
             f'exporting needs {", ".join(missing)}: pip install "dear-serve[train,cpu]"', field=missing[0]
         )
+    if arguments.check_trt or arguments.format is not None:
+        _use_graphs(arguments)
+        return
     from export.pipeline import ExportSettings, export_bundle
+    from export.to_onnx import PORTABLE_OPSET
     from export.to_tensorrt import build_engines, parse_batches
 
-    settings = ExportSettings(precision=arguments.precision, opset=arguments.opset)
+    if arguments.trt and arguments.precision == "int8":
+        raise ConfigError("int8 graphs are for CPUs; use --precision fp16 with --trt", field="precision")
+    opset = PORTABLE_OPSET if arguments.trt and arguments.opset is None else arguments.opset
+    settings = ExportSettings(precision=arguments.precision, opset=opset)
     batches = parse_batches(arguments.batch)
     bundle, report = export_bundle(arguments.bundle, settings, images=arguments.images)
     print(_table(report))
     if arguments.trt:
         build_engines(bundle, batches)
         print(f"TensorRT engines for batches {', '.join(map(str, batches))} are in {bundle.paths.trt}")
+
+
+def _use_graphs(arguments: argparse.Namespace) -> None:
+    """What reads the graphs that are there and writes none: the check for TensorRT, other tools' layouts."""
+    from dear_serve.bundle import Bundle
+    from export.check_trt import check_bundle
+    from export.formats import write_format
+
+    if arguments.trt:
+        raise ConfigError("--trt exports and builds; leave out --check-trt and --format", field="trt")
+    if arguments.format is not None and arguments.out is None:
+        raise ConfigError("--format writes a folder; name a new one with --out", field="out")
+    bundle = Bundle.open(arguments.bundle)
+    if arguments.check_trt:
+        print(_support(check_bundle(bundle)))
+    if arguments.format is not None:
+        out = write_format(bundle, arguments.format, arguments.out)
+        print(f"{out} holds {bundle.name} for {arguments.format}; its README says what is left out")
+
+
+def _support(found: Sequence[Support]) -> str:
+    """What the operator list says of each graph."""
+    lines = [f"{'graph':<17}{'opset':>6}{'nodes':>7}{'operators':>11}  TensorRT"]
+    lines += [
+        f"{s.graph:<17}{s.opset:>6}{s.nodes:>7}{len(s.operators):>11}  {s.needs} and newer" for s in found
+    ]
+    return "\n".join(
+        [*lines, "every operator, type, attribute and dynamic axis is in the parser's list; no GPU was used"]
+    )
 
 
 def _table(report: ExportReport) -> str:
@@ -92,6 +155,11 @@ def _table(report: ExportReport) -> str:
     lines.append(
         f"checked against torch {report.versions['torch']} on {report.pictures} and 5 hostile ones, batches {batches}"
     )
+    lines += [
+        f"int8, {tower} tower: {info.layers} layers, {len(info.kept)} weights kept fp32, cosine with fp32 "
+        f"{info.cosine:.4f} on the {info.inputs} inputs it was calibrated on"
+        for tower, info in report.quantization.items()
+    ]
     lines.append(
         f"{report.precision}, opset {report.opset}, mask {report.mask}; {total / 1e6:.1f} MB on disk, "
         f"{max(shared, 0) / 1e6:.1f} MB saved by sharing weights"

@@ -6,7 +6,7 @@ import hashlib
 import importlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -14,19 +14,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dear_serve import __version__
 from dear_serve.bundle import Bundle, sha256_file
 from dear_serve.config import StrictConfig
 from dear_serve.dear.model import DearModel
-from dear_serve.errors import BundleError, ConfigError
+from dear_serve.errors import BundleError
 from dear_serve.labels import class_features
+from dear_serve.manifest import Manifest
 from dear_serve.runtime.base import Float32, Int64
 from dear_serve.runtime.onnx_engine import graph_sizes
 from dear_serve.runtime.torch_engine import load_model
 from dear_serve.tokenizer import Tokenizer
+from export.int8 import write_int8
 from export.parity import GraphParity, check_graphs
-from export.samples import collect
-from export.to_onnx import DEFAULT_OPSET, GraphInfo, WeightsInfo, check_opset, export_graphs
+from export.precision import precision_of
+from export.quantize import QuantizationInfo
+from export.samples import calibration_feeds, collect
+from export.to_onnx import GraphInfo, WeightsInfo, check_opset, trace_graphs, write_graphs
 
 __all__ = ["REPORT_VERSION", "ExportReport", "ExportSettings", "export_bundle"]
 
@@ -39,17 +42,18 @@ class ExportSettings(StrictConfig):
     """Options of an export."""
 
     precision: str = "fp32"
-    opset: int = DEFAULT_OPSET
+    """fp32, fp16 (CUDA, TensorRT) or int8 (CPU)."""
+    opset: int | None = None
+    """None: what suits the precision (`export.precision`)."""
 
     def __post_init__(self) -> None:
-        if self.precision in ("fp16", "int8"):
-            raise ConfigError(
-                f"precision {self.precision} is not available in version {__version__}; use fp32",
-                field="precision",
-            )
-        if self.precision != "fp32":
-            raise ConfigError(f"precision is {self.precision!r}; use fp32", field="precision")
-        check_opset(self.opset)
+        precision_of(self.precision)
+        if self.opset is not None:
+            check_opset(self.opset)
+
+    def resolved_opset(self) -> int:
+        """The opset that the graphs are written in."""
+        return precision_of(self.precision).opset if self.opset is None else self.opset
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +74,8 @@ class ExportReport(StrictConfig):
     pictures: str
     """Where the pictures of the check came from."""
     parity: dict[str, GraphParity]
+    quantization: dict[str, QuantizationInfo] = field(default_factory=dict)
+    """Of int8 graphs, by tower: "image" and "text"."""
 
 
 def export_bundle(
@@ -98,12 +104,27 @@ def export_bundle(
 
     def write(folder: Path) -> None:
         metadata = _metadata(bundle, settings)
-        graphs, weights = export_graphs(model, features, folder, opset=settings.opset, metadata=metadata)
-        parity = check_graphs(folder, model, features, samples, sizes=graph_sizes(bundle.manifest))
+        traced = trace_graphs(
+            model, features, opset=settings.resolved_opset(), half=settings.precision == "fp16"
+        )
+        quantization: dict[str, QuantizationInfo] = {}
+        if settings.precision == "int8":
+            feeds = calibration_feeds(bundle, images)
+            graphs, weights, quantization = write_int8(traced, folder, metadata, feeds)
+        else:
+            graphs, weights = write_graphs(traced, folder, metadata)
+        parity = check_graphs(
+            folder,
+            model,
+            features,
+            samples,
+            sizes=graph_sizes(bundle.manifest),
+            precision=settings.precision,
+        )
         report = ExportReport(
             format_version=REPORT_VERSION,
             precision=settings.precision,
-            opset=settings.opset,
+            opset=settings.resolved_opset(),
             mask=bundle.manifest.dear.mask,
             base_sha256=bundle.manifest.base.sha256,
             roles_sha256=sha256_file(bundle.paths.roles),
@@ -113,17 +134,27 @@ def export_bundle(
             graphs=graphs,
             pictures=samples.source,
             parity=parity,
+            quantization=quantization,
         )
         text = json.dumps(report.to_dict(), indent=1, allow_nan=False) + "\n"
         (folder / "export.json").write_text(text, encoding="utf-8")
         reports.append(report)
 
     try:
-        return bundle.replace_folder("onnx", write), reports[-1]
+        return bundle.replace_folder("onnx", write, update=lambda old: _told(old, reports[-1])), reports[-1]
     except OSError as error:
         raise BundleError(
             f"the graphs cannot be written beside {path} ({error.strerror or error}); the bundle is as it was"
         ) from error
+
+
+def _told(manifest: Manifest, report: ExportReport) -> Manifest:
+    """The manifest with what its graphs are worth among its metrics."""
+    image, classifier = report.parity["image"], report.parity["classifier"]
+    bits = {"fp32": 32.0, "fp16": 16.0, "int8": 8.0}[report.precision]
+    found = {"graphs_bits": bits, "graphs_cosine": image.min_cosine, "graphs_top1": classifier.top1_agreement}
+    metrics = {name: value for name, value in found.items() if value is not None}
+    return replace(manifest, metrics={**manifest.metrics, **metrics})
 
 
 def _trained_classes(bundle: Bundle, model: DearModel) -> Tensor:

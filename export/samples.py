@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,10 +18,12 @@ from dear_serve.labels import fill
 from dear_serve.preprocess import decode_image, preprocess
 from dear_serve.tokenizer import Tokenizer
 
-__all__ = ["PICTURES", "Samples", "collect"]
+__all__ = ["CALIBRATION", "PICTURES", "Samples", "calibration_feeds", "collect"]
 
 PICTURES = 64
 TEXTS = 64
+CALIBRATION = 32
+_BATCH = 8
 _SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
 _ODD_TEXTS = (
     "a",
@@ -68,27 +71,56 @@ def collect(bundle: Bundle, images: Path | None) -> Samples:
     )
 
 
-def _pictures(bundle: Bundle, images: Path | None) -> tuple[list[Image.Image], str]:
+def calibration_feeds(bundle: Bundle, images: Path | None) -> dict[str, list[dict[str, npt.NDArray[Any]]]]:
+    """Inputs that int8's ranges are measured on, in batches, by tower.
+
+    Args:
+        bundle: whose preprocessing and prompts to use.
+        images: as for `collect`; other pictures of that folder than the check's, where it holds enough.
+
+    Returns:
+        "image": float32 pixels, `CALIBRATION` pictures; "text": int64 tokens, the prompts and texts of the check.
+
+    Raises:
+        DataError: `images` holds no picture that can be read.
+    """
+    config = bundle.manifest.preprocess
+    paths = _paths(bundle, images)
+    rest = sorted(set(paths) - set(_spread(paths, PICTURES)))
+    pictures = _readable(_spread(rest if len(rest) >= CALIBRATION // 2 else paths, CALIBRATION))
+    if not pictures:
+        rng = np.random.default_rng(2)
+        pictures = [_drawn(rng) for _ in range(CALIBRATION)]
+    pixels = np.stack([preprocess(picture, config) for picture in pictures])
+    tokens = _tokens(bundle)
+    return {
+        "image": [{"pixels": pixels[i : i + _BATCH]} for i in range(0, len(pixels), _BATCH)],
+        "text": [{"tokens": tokens[i : i + _BATCH]} for i in range(0, len(tokens), _BATCH)],
+    }
+
+
+def _paths(bundle: Bundle, images: Path | None) -> list[Path]:
+    """Picture files of the folder, or of the bundle; none if there are none."""
     if images is not None:
         if not images.is_dir():
             raise DataError(f"{images} is not a folder; give one with pictures", field="images")
-        paths = sorted(p for p in images.rglob("*") if p.suffix.lower() in _SUFFIXES)
-        # Spread over the folder, so that every class has its turn.
-        chosen = (
-            [paths[i * len(paths) // PICTURES] for i in range(PICTURES)] if len(paths) > PICTURES else paths
-        )
-        pictures = _readable(chosen)
-        if not pictures:
-            raise DataError(
-                f"{images} holds no picture that can be read; give another folder", field="images"
-            )
-        return pictures, f"{len(pictures)} pictures of {images.name}"
-    names = [
-        n for n in bundle.manifest.files if n.startswith("samples/") and Path(n).suffix.lower() in _SUFFIXES
-    ]
-    pictures = _readable([bundle.file(name) for name in sorted(names)[:PICTURES]])
+        return sorted(p for p in images.rglob("*") if p.suffix.lower() in _SUFFIXES)
+    names = [n for n in bundle.manifest.files if n.startswith("samples/")]
+    return [bundle.file(n) for n in sorted(names) if Path(n).suffix.lower() in _SUFFIXES]
+
+
+def _spread(paths: list[Path], count: int) -> list[Path]:
+    """At most `count` of them, spread over the whole, so that every class has its turn."""
+    return [paths[i * len(paths) // count] for i in range(count)] if len(paths) > count else paths
+
+
+def _pictures(bundle: Bundle, images: Path | None) -> tuple[list[Image.Image], str]:
+    pictures = _readable(_spread(_paths(bundle, images), PICTURES))
+    if images is not None and not pictures:
+        raise DataError(f"{images} holds no picture that can be read; give another folder", field="images")
     if pictures:
-        return pictures, f"{len(pictures)} pictures the bundle was trained with"
+        source = f"of {images.name}" if images is not None else "the bundle was trained with"
+        return pictures, f"{len(pictures)} pictures {source}"
     rng = np.random.default_rng(0)
     return [_drawn(rng) for _ in range(PICTURES)], f"{PICTURES} drawn pictures"
 

@@ -26,11 +26,13 @@ from dear_serve.dear.model import DearModel
 from dear_serve.errors import CheckFailedError, ConfigError
 from dear_serve.io_spec import ALL_GRAPHS, GraphSpec
 from export.half import to_half
-from export.wrappers import wrap
+from export.sides import count_traced, cut, sides
 
 __all__ = [
     "DEFAULT_OPSET",
     "OPSETS",
+    "PORTABLE_OPSET",
+    "TRACED",
     "WEIGHTS_FILE",
     "GraphInfo",
     "WeightsInfo",
@@ -40,7 +42,9 @@ __all__ = [
     "write_graphs",
 ]
 
-DEFAULT_OPSET = 20
+DEFAULT_OPSET = 23
+PORTABLE_OPSET = 20
+"""Attention as matrix products and a softmax: for ONNX Runtime before 1.23 and TensorRT before 10.14."""
 OPSETS = range(18, 24)
 """18 is the first that torch's exporter writes; from `FUSED_OPSET` on attention is one Attention operator."""
 FUSED_OPSET = 23
@@ -48,7 +52,7 @@ WEIGHTS_FILE = "weights.bin"
 _INLINE_BYTES = 1024  # smaller constants stay in the graph
 _PAGE = 4096  # so that large tensors can be mapped into memory
 _LINE = 64
-_TRACED = "dear.traced"
+TRACED = "dear.traced"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,13 +143,19 @@ def trace_graphs(
         ConfigError: an opset outside `OPSETS`.
     """
     check_opset(opset)
-    modules = wrap(model, class_features, fused=opset >= FUSED_OPSET)
-    for name, spec in ALL_GRAPHS.items():
-        module = to_half(modules[name]) if half else modules[name]
-        graph, traced = _trace(module, spec, _examples(model)[name], opset)
-        _clean(graph)
-        graph.meta[_TRACED] = traced
-        yield name, graph
+    examples = _examples(model)
+    for side in sides(model, class_features, fused=opset >= FUSED_OPSET):
+        wanted = {name: outputs for name, outputs in side.cuts.items() if name in ALL_GRAPHS}
+        if not wanted:
+            continue
+        module = to_half(side.module) if half else side.module
+        traced, program = _trace(module, side.spec, examples[side.spec.inputs[0].name], opset)
+        places = {tensor.name: i for i, tensor in enumerate(side.spec.outputs)}
+        for name, outputs in wanted.items():
+            graph = cut(traced, outputs, ALL_GRAPHS[name])
+            _clean(graph)
+            graph.meta[TRACED] = count_traced(program.graph, [places[output] for output in outputs])
+            yield name, graph
 
 
 def write_graphs(
@@ -185,29 +195,23 @@ def write_graphs(
 
 
 def _examples(model: DearModel) -> dict[str, tuple[Tensor, ...]]:
-    """Inputs to trace with: every dynamic axis at 2 or more, and no two alike, so that none can be frozen or tied."""
+    """Inputs to trace with, by the name of the first.
+
+    Every dynamic axis is at 2 or more, and no two are alike, so that none can be frozen or tied.
+    """
     clip, generator = model.clip.config, torch.Generator().manual_seed(0)
     size, width, count = clip.vision.image_size, clip.embed_dim, len(model.config.attributes)
     pixels = (torch.randn(2, 3, size, size, generator=generator),)
     length = min(clip.text.context_length, 7)
     tokens = (torch.randint(1, clip.text.vocab_size, (3, length), generator=generator),)
     features = tuple(torch.randn(s, generator=generator) for s in ((2, width), (2, count, width), (3, width)))
-    return {
-        "image": pixels,
-        "text": tokens,
-        "fusion": features,
-        "classifier": pixels,
-        "zero_shot_image": pixels,
-        "zero_shot_text": tokens,
-        "joint": pixels,
-        "explain": pixels,
-    }
+    return {"pixels": pixels, "tokens": tokens, "cls": features}
 
 
 def _trace(
     module: nn.Module, spec: GraphSpec, inputs: tuple[Tensor, ...], opset: int
-) -> tuple[ir.Model, int]:
-    """One module as an optimised graph whose inputs, outputs and axes are named as `spec` says; operations traced."""
+) -> tuple[ir.Model, torch.export.ExportedProgram]:
+    """One module as an optimised graph whose inputs, outputs and axes are named as `spec` says; what was traced."""
     dims: dict[str, Any] = {}
     for tensor in spec.inputs:
         for letter in tensor.dynamic_axes().values():
@@ -237,8 +241,7 @@ def _trace(
             f"{spec.file} came out in opset {found}; {opset} was asked for: use another --opset"
         )
     assert program.exported_program is not None
-    traced = sum(node.op == "call_function" for node in program.exported_program.graph.nodes)
-    return program.model, traced
+    return program.model, program.exported_program
 
 
 def _clean(model: ir.Model) -> None:
@@ -265,7 +268,7 @@ def _describe(path: Path, model: ir.Model) -> GraphInfo:
         size=path.stat().st_size,
         nodes=sum(operators.values()),
         operators=dict(sorted(operators.items())),
-        traced=model.meta.get(_TRACED, 0),
+        traced=model.meta.get(TRACED, 0),
     )
 
 

@@ -29,9 +29,8 @@ def test_table_of_an_export(copy: Path, monkeypatch, capsys, exported) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--precision", "fp16"], "precision fp16 is not available in version"),
-        (["--precision", "int8"], "precision int8 is not available in version"),
-        (["--precision", "bf8"], "precision is 'bf8'; use fp32"),
+        (["--precision", "bf8"], "precision is 'bf8'; use one of fp32, fp16, int8"),
+        (["--precision", "int8", "--trt"], "int8 graphs are for CPUs; use --precision fp16 with --trt"),
         (["--opset", "9"], "opset is 9; use one of 18 to 23"),
         (["--batch", "8,1"], "--batch has 2 numbers"),
         (["--batch", "8,1,64"], "numbers must rise"),
@@ -70,12 +69,12 @@ def test_changed_file_is_exit_2(copy: Path, capsys) -> None:
     ],
 )
 def test_failure_halfway_leaves_the_old_graphs(copy: Path, monkeypatch, capsys, error, code, message) -> None:
-    def half(model, features, folder: Path, **options) -> None:
+    def half(graphs, folder: Path, metadata) -> None:
         (folder / "image.onnx").write_bytes(b"half")
         raise error
 
     before = state(copy)
-    monkeypatch.setattr(pipeline, "export_graphs", half)
+    monkeypatch.setattr(pipeline, "write_graphs", half)
     assert cli.main([str(copy)]) == code
     captured = capsys.readouterr()
     assert message in captured.err
@@ -91,7 +90,7 @@ def test_failed_check_leaves_the_old_graphs(copy: Path, monkeypatch, exported) -
 
     _, report = exported
     before = state(copy)
-    monkeypatch.setattr(pipeline, "export_graphs", lambda *args, **kwargs: (report.graphs, report.weights))
+    monkeypatch.setattr(pipeline, "write_graphs", lambda *args, **kwargs: (report.graphs, report.weights))
     monkeypatch.setattr(pipeline, "check_graphs", differ)
     assert cli.main([str(copy)]) == 1
     assert state(copy) == before
