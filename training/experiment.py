@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from dear_serve import __version__
 from dear_serve.bundle import BundleWriter, Calibration
@@ -18,6 +18,7 @@ from training.baselines import add_baselines
 from training.cache import UNWRITABLE, CachedTrunks, PlainTrunks
 from training.calibrate import Texts, calibrate, validation_logits, validation_pictures
 from training.config import TrainConfig
+from training.console import Console, Silent
 from training.data import DataSet, PictureCheck, Task, fingerprint, load_data, make_task
 from training.execution import Execution
 from training.loop import Fit, TextSide
@@ -29,33 +30,6 @@ from training.scoring import ModelTowers, Scores, evaluate, summary
 __all__ = ["Console", "Options", "Result", "SeedResult", "run"]
 
 T = TypeVar("T")
-
-
-class Console(Protocol):
-    """Where a run tells how far it is."""
-
-    def say(self, text: str) -> None:
-        """A line."""
-
-    def over(self, items: Iterable[T], title: str) -> Iterator[T]:
-        """`items`, with progress."""
-
-    def step(self, title: str, done: int, total: int, loss: float) -> None:
-        """A training step was done."""
-
-
-class Silent:
-    """Says nothing."""
-
-    def say(self, text: str) -> None:
-        """Nothing."""
-
-    def over(self, items: Iterable[T], title: str) -> Iterator[T]:  # noqa: ARG002 (interface)
-        """`items`."""
-        yield from items
-
-    def step(self, title: str, done: int, total: int, loss: float) -> None:
-        """Nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)

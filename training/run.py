@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import signal
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args
-
-from tqdm import tqdm
+from typing import Any, get_args
 
 from dear_serve.command import run_command
 from dear_serve.errors import ConfigError
 from training.config import Protocol, TrainConfig, read_recipe
+from training.console import StopRequest, Terminal
 from training.distributed import joined
 from training.execution import Execution, default_keep, resolve_precision
 from training.experiment import Options, run
@@ -25,7 +22,6 @@ from training.tables import check_places, table, write_tables
 
 __all__ = ["main"]
 
-T = TypeVar("T")
 Group = argparse._ArgumentGroup
 
 _EXAMPLES = """examples:
@@ -188,82 +184,6 @@ def _without_none(options: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in options.items() if value is not None}
 
 
-class _Stop:
-    """SIGINT and SIGTERM ask the loop to stop after its step; a second one ends the process at once."""
-
-    def __init__(self) -> None:
-        self.requested = False
-        self._old: dict[int, Any] = {}
-
-    def __enter__(self) -> Callable[[], bool]:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._old[number] = signal.signal(number, self._ask)
-        return lambda: self.requested
-
-    def __exit__(self, *_: object) -> None:
-        for number, old in self._old.items():
-            signal.signal(number, old)
-
-    def _ask(self, number: int, _: object) -> None:
-        if self.requested:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-        self.requested = True
-
-
-class _Console:
-    """Progress bars and lines on stderr."""
-
-    def __init__(self, *, quiet: bool) -> None:
-        self.quiet = quiet
-        self._every = 0.2 if sys.stderr.isatty() else 10.0  # seconds between two drawings: a log stays short
-        self._bar: tqdm[Any] | None = None
-
-    def _tqdm(
-        self,
-        title: str,
-        *,
-        items: Iterable[Any] | None = None,
-        total: int | None = None,
-        initial: int = 0,
-        leave: bool = True,
-    ) -> tqdm[Any]:
-        return tqdm(
-            items,
-            desc=title,
-            total=total,
-            initial=initial,
-            leave=leave,
-            file=sys.stderr,
-            disable=self.quiet,
-            mininterval=self._every,
-        )
-
-    def say(self, text: str) -> None:
-        """A line."""
-        if not self.quiet:
-            tqdm.write(text, file=sys.stderr)
-
-    def over(self, items: Iterable[T], title: str) -> Iterator[T]:
-        """`items` with a bar."""
-        yield from self._tqdm(title, items=items, leave=False)
-
-    def step(self, title: str, done: int, total: int, loss: float) -> None:
-        """One training step done."""
-        if self._bar is None:
-            self._bar = self._tqdm(title, total=total, initial=done - 1)
-        self._bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
-        self._bar.update()
-        if done == total:
-            self.end()
-
-    def end(self) -> None:
-        """Close the bar of steps, if there is one."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
-
-
 def _main(args: argparse.Namespace) -> None:
     if args.list_recipes:
         print("\n".join(known_recipes()))
@@ -278,13 +198,13 @@ def _main(args: argparse.Namespace) -> None:
 
 
 def _train(args: argparse.Namespace, execution: Execution, device: str) -> None:
-    console, start = _Console(quiet=args.quiet or not execution.world.first), time.monotonic()
+    console, start = Terminal(quiet=args.quiet or not execution.world.first), time.monotonic()
     data, targets, known = _sources(args)
     out = args.out or Path("runs") / data.name
     config = _config(args, known)
     check_places(args.json, args.html)
     try:
-        with _Stop() as should_stop:
+        with StopRequest() as should_stop:
             result = run(
                 data,
                 config,
