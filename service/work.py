@@ -113,6 +113,7 @@ class Workers:
                 left.cancel()
             if not answer.done():
                 until.cancel()
+                future.cancel()  # at once; the other follows in the loop's next turn
                 answer.cancel()
         if answer.cancelled():
             if left is not None and left.done() and not left.cancelled():

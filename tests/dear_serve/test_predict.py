@@ -238,6 +238,24 @@ def test_batched_answers_equal_single_ones(fake_bundle, predictor):
                 assert a.contributions == pytest.approx(b.contributions, abs=1e-5)
 
 
+def test_batched_answers_of_real_graphs_equal_single_ones(hand_exported):
+    """ONNX Runtime on pictures of several callers in one run gives what it gives each alone."""
+    engine = open_engine(hand_exported, "onnx", threads=1)
+    single = Predictor(hand_exported, engine)
+    pictures = [picture((i * 20 % 255, i * 70 % 255, i * 5), (40 + i, 30)) for i in range(12)]
+    with closing(Batcher(max_rows=8)) as batcher:
+        batched = Predictor(hand_exported, engine, batcher=batcher)
+        with ThreadPoolExecutor(12) as threads:
+            together = list(threads.map(lambda p: batched.classify([p])[0], pictures))
+    for data, whole in zip(pictures, together, strict=True):
+        (alone,) = single.classify([data])
+        for a, b in zip(whole.predictions, alone.predictions, strict=True):
+            assert (a.label, a.logit) == (b.label, pytest.approx(b.logit, abs=1e-5))
+            assert a.contributions == pytest.approx(b.contributions, abs=1e-5)
+            assert sum(a.contributions.values()) == pytest.approx(a.logit, abs=1e-4)
+    single.close()
+
+
 # Class features
 
 
