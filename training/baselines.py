@@ -83,34 +83,47 @@ def fit_probe(
     x, y = torch.from_numpy(features).double(), torch.from_numpy(labels)
     classes = len(class_names)
     if val is not None and len(val[1]):
-        fits = _path(x, y, classes)
         held = torch.from_numpy(val[0]).double(), torch.from_numpy(val[1])
-        losses = [_loss(fit, *held) for fit in fits]
+        best = _choose([(x, y, *held)], classes)
     else:
-        losses = _cross_validated(x, y, classes)
-        fits = _path(x, y, classes)
-    best = int(np.argmin(losses))  # of equals the strongest penalty
-    weight, bias = fits[best]
+        best = _choose(_folds(x, y, classes), classes)
+    fit = _start(x, classes)
+    for strength in STRENGTHS[: best + 1]:
+        fit = _fit(x, y, *fit, strength)
     return LinearProbe(
-        weight=weight.float().numpy(),
-        bias=bias.float().numpy(),
+        weight=fit[0].float().numpy(),
+        bias=fit[1].float().numpy(),
         class_names=tuple(class_names),
         strength=STRENGTHS[best],
     )
 
 
 Fit = tuple[Tensor, Tensor]
+Held = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Features and labels to fit, features and labels to judge by."""
 
 
-def _path(x: Tensor, y: Tensor, classes: int) -> list[Fit]:
-    """A fit for each strength, each started from the one before."""
-    weight = torch.zeros(classes, x.shape[1], dtype=x.dtype)
-    bias = torch.zeros(classes, dtype=x.dtype)
-    fits = []
+def _choose(parts: Sequence[Held], classes: int) -> int:
+    """The strength, as its place in the list, of the lowest mean loss on what was held back.
+
+    Each fit starts from that of the strength before; the search ends where the loss rises, for the weakest penalties
+    take longest. Without parts: 100.
+    """
+    if not parts:
+        return STRENGTHS.index(100.0)
+    fits = [_start(part[0], classes) for part in parts]
+    losses: list[float] = []
     for strength in STRENGTHS:
-        weight, bias = _fit(x, y, weight, bias, strength)
-        fits.append((weight, bias))
-    return fits
+        fits = [_fit(x, y, *fit, strength) for fit, (x, y, _, _) in zip(fits, parts, strict=True)]
+        held = [_loss(fit, x, y) for fit, (_, _, x, y) in zip(fits, parts, strict=True)]
+        losses.append(float(np.mean(held)))
+        if len(losses) > 1 and losses[-1] > losses[-2]:
+            break
+    return int(np.argmin(losses))  # of equals the strongest penalty
+
+
+def _start(x: Tensor, classes: int) -> Fit:
+    return torch.zeros(classes, x.shape[1], dtype=x.dtype), torch.zeros(classes, dtype=x.dtype)
 
 
 def _fit(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, strength: float) -> Fit:
@@ -134,19 +147,16 @@ def _loss(fit: Fit, x: Tensor, y: Tensor) -> float:
     return float(F.cross_entropy(x @ weight.T + bias, y))
 
 
-def _cross_validated(x: Tensor, y: Tensor, classes: int) -> list[float]:
-    """Mean loss of each strength on held-back training pictures, each class spread over the folds."""
-    counts = torch.bincount(y, minlength=classes)
-    folds = min(_FOLDS, int(counts.min()))
+def _folds(x: Tensor, y: Tensor, classes: int) -> list[Held]:
+    """Parts of the training pictures, each class spread over them; none if some class has one picture."""
+    folds = min(_FOLDS, int(torch.bincount(y, minlength=classes).min()))
     if folds < 2:
-        return [abs(np.log10(strength) - 2) for strength in STRENGTHS]
+        return []
     place = torch.zeros_like(y)
     for label in range(classes):
         found = torch.nonzero(y == label).squeeze(1)
         place[found] = torch.arange(len(found)) % folds
-    held = [(place == fold) for fold in range(folds)]
-    losses = [[_loss(fit, x[h], y[h]) for fit in _path(x[~h], y[~h], classes)] for h in held]
-    return np.mean(losses, axis=0).tolist()
+    return [(x[place != fold], y[place != fold], x[place == fold], y[place == fold]) for fold in range(folds)]
 
 
 # --- on a task ------------------------------------------------------------------------------------
