@@ -41,15 +41,16 @@ class CausalCheck:
                 out[attribute] = dearest.count(attribute), len(dearest)
         return out
 
-    def findings(self, roles: Roles) -> list[str]:
-        """The check in sentences."""
-        return [
-            f"no expert of {attribute}"
-            if not count
-            else f"{right} of {count} {'expert costs' if count == 1 else 'experts cost'} {attribute} "
-            "(more than two standard errors, and more than any other attribute)"
+    def finding(self, roles: Roles) -> str:
+        """The check in a sentence."""
+        parts = [
+            f"{attribute} {right} of {count}" if count else f"{attribute} has none"
             for attribute, (right, count) in self.agreeing(roles).items()
         ]
+        return (
+            "experts whose silence costs their own attribute most, by more than two standard errors: "
+            + ", ".join(parts)
+        )
 
     def to_dict(self, roles: Roles) -> dict[str, Any]:
         """Plain data for the report."""

@@ -182,9 +182,8 @@ def _causal(page: Page) -> str:
         rows.append([f"{head.layer}.{head.head}", _t(role), *_cost_cells(cost, cost.dearest())])
     for name, (heads, cost) in causal.groups.items():
         rows.append([_t(name), f"{len(heads)} heads together", *_cost_cells(cost, cost.dearest())])
-    findings = "; ".join(causal.findings(roles))
     return (
-        f"<h2>Causal check</h2><p>{_t(findings)}.</p>"
+        f"<h2>Causal check</h2><p>{_t(causal.finding(roles))}.</p>"
         + _table(["silenced", "role", *names], rows)
         + f'<p class="note">{causal.pictures} {_t(causal.what)}. Points of zero-shot accuracy lost when these heads '
         "always write their mean; bold: the attribute that loses most, where that is more than two standard errors; "
@@ -290,4 +289,5 @@ def _facts(facts: dict[str, Any]) -> str:
             return ", ".join(f"{k} {shown(v)}" for k, v in value.items())
         return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
-    return "<h2>Parameters</h2>" + _table(["", ""], [[_t(k), _t(shown(v))] for k, v in facts.items()])
+    rows = "".join(f"<dt>{_t(k)}</dt><dd>{_t(shown(v))}</dd>" for k, v in facts.items())
+    return f"<h2>Parameters</h2><dl>{rows}</dl>"

@@ -251,7 +251,7 @@ def _print(out: Path, result: RoleResult) -> None:
     print(table(roles))
     if page.causal:
         print(_causal_table(page.causal, roles))
-        print("; ".join(page.causal.findings(roles)))
+        print(page.causal.finding(roles))
     for s in stability:
         print(f"{s.share:.0%} of heads keep their role when the {s.over} are drawn anew ({s.rounds} rounds)")
     print(

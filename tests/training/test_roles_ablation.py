@@ -145,7 +145,7 @@ def test_an_expert_must_cost_its_own_attribute_most() -> None:
     heads = (cost(0.1, 0.0), cost(0.1, 0.2), cost(0.0, 0.01), *[cost(0, 0)] * 5)
     check = CausalCheck(what="x", pictures=9, accuracy={"color": 1.0, "shape": 1.0}, heads=heads, groups={})
     assert check.agreeing(roles) == {"color": (1, 2), "shape": (0, 1)}  # texture isn't labelled
-    assert check.findings(roles)[0].startswith("1 of 2 experts cost color")
+    assert check.finding(roles).endswith(": color 1 of 2, shape 0 of 1")
     assert check.to_dict(roles)["heads"][1]["lost"] == {"color": 0.1, "shape": 0.2}
 
 

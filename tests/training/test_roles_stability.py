@@ -177,6 +177,6 @@ def test_page_shows_everything_in_one_file() -> None:
     assert text.count("background-image:url(data:image/jpeg") == 2
     assert 'href="#h1-5"' in text and 'id="h1-5"' in text
     assert '<span class="own">25.0</span> <small class="note">+1.50</small>' in text
-    assert "1 of 1 expert costs color" in text and "0 of 1 expert costs shape" in text
+    assert "color 1 of 1, shape 0 of 1" in text
     assert "4 clusters" in text and "color 0 3: color" in text
     assert text == render(full_page(), [])
