@@ -75,6 +75,25 @@ def _gpu() -> Finding:
     return Finding(part="GPU", ok=False, detail="no NVIDIA driver answers", remedy="not needed on a CPU")
 
 
+def _serving(cpus: int) -> Finding:
+    """What a server would do here without any options."""
+    detail = f"{cpus} engine threads (--threads), pictures of several requests in one run (--batch)"
+    if os.environ.get("OMP_NUM_THREADS"):
+        detail += f"; OMP_NUM_THREADS is {os.environ['OMP_NUM_THREADS']} and does not count for ONNX Runtime"
+    return Finding(part="server", ok=True, detail=detail)
+
+
+def _docker() -> Finding:
+    """For images only."""
+    found = shutil.which("docker") or shutil.which("podman")
+    return Finding(
+        part="docker",
+        ok=found is not None,
+        detail="for bentoml containerize (dear-serve bento)",
+        remedy="" if found else "not needed to serve without an image",
+    )
+
+
 def examine() -> list[Finding]:
     """Look at this machine; nothing is changed and no model is loaded."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -100,6 +119,7 @@ def examine() -> list[Finding]:
     detail = f"{version}, for dear-export --trt" if version else "for dear-export --trt"
     remedy = "" if version else 'pip install "dear-serve[gpu]"'
     findings.append(Finding(part="tensorrt", ok=bool(version), detail=detail, remedy=remedy))
+    findings += [_serving(cpus or 1), _docker()]
     mini = (ASSETS / "dear-mini" / "open_clip_model.safetensors").is_file()
     findings.append(Finding(part="dear-mini", ok=mini, detail="the small base in this package"))
     return findings
