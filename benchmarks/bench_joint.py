@@ -38,10 +38,9 @@ def sessions_of(base: str, threads: int, folder: Path) -> tuple[dict[str, onnxru
     options.intra_op_num_threads = threads
     features = torch.eye(4, model.clip.config.embed_dim)
     wanted = {name: ALL_GRAPHS[name] for name in GRAPHS}
-    graphs = (
-        (n, g) for n, g in to_onnx.trace_graphs(model, features, opset=to_onnx.DEFAULT_OPSET) if n in wanted
-    )
-    to_onnx.write_graphs(graphs, folder, {})
+    traced = to_onnx.trace_graphs(model, features, opset=to_onnx.DEFAULT_OPSET)
+    graphs = [next(traced) for _ in range(5)]  # those that take pixels come first
+    to_onnx.write_graphs([(name, graph) for name, graph in graphs if name in wanted], folder, {})
     opened = {n: onnxruntime.InferenceSession(str(folder / s.file), options) for n, s in wanted.items()}
     return opened, model.clip.config.vision.image_size
 

@@ -5,7 +5,7 @@ B batch, N patch tokens, K attributes, L text length, d tower width, D joint wid
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from dear_serve.dear.model import DearModel
 from export.lean import LeanBlock, bias_from_mask
 
 __all__ = [
+    "ClassHead",
     "Classifier",
     "Explain",
     "Fusion",
@@ -101,11 +102,22 @@ class _AdaptedTower(_ImageTower):
     def adapted(self, trunk: Tensor) -> tuple[Tensor, Tensor]:
         """Blocks J..L and what follows: (B, 1+N, d) -> (B, D), (B, K, D)."""
         *_, (_, x) = self.inputs(trunk, len(self.blocks))
+        return self.finish(x)
+
+    def finish(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Block L and what follows: (B, 1+N+K, d) -> (B, D), (B, K, D)."""
         tokens = x[:, self.originals :]
         bias = getattr(self, f"mask_block_{len(self.blocks)}")
         y = self.blocks[-1](x, bias, queries=torch.cat([x[:, :1], tokens], dim=1))
         attributes = self.ln_post(y[:, 1:].float()) @ self.get_buffer("attribute_proj")
         return self.feature(y[:, :1]), _unit(attributes)
+
+    def frozen(self, trunk: Tensor) -> Tensor:
+        """Blocks J..L without attribute tokens: (B, 1+N, d) -> (B, D)."""
+        x = trunk
+        for block in self.blocks[self.first - 1 : -1]:
+            x = block(x)
+        return self.feature(self.blocks[-1](x, queries=x[:, :1]))
 
     def inputs(self, trunk: Tensor, last: int) -> Iterator[tuple[int, Tensor]]:
         """What enters each of the blocks J..`last`, (B, 1+N+K, d)."""
@@ -147,13 +159,6 @@ class Joint(_AdaptedTower):
         cls, attributes = self.adapted(x)
         return (cls.clone() if self.one_way else self.frozen(x)), cls, attributes
 
-    def frozen(self, trunk: Tensor) -> Tensor:
-        """Blocks J..L without attribute tokens: (B, 1+N, d) -> (B, D)."""
-        x = trunk
-        for block in self.blocks[self.first - 1 : -1]:
-            x = block(x)
-        return self.feature(self.blocks[-1](x, queries=x[:, :1]))
-
 
 class Explain(_AdaptedTower):
     """Graph explain: where each attribute's token looks (`dear.explain`); stops at the last block that counts."""
@@ -172,9 +177,14 @@ class Explain(_AdaptedTower):
 
     def forward(self, pixels: Tensor) -> Tensor:
         """(B, 3, S, S) -> (B, K, N)."""
-        parts, tail = [], pixels
-        for layer, tail in self.inputs(self.trunk(self.embed(pixels)), self.last):
-            share = getattr(self, f"share_{layer}")
+        return self.maps(self.inputs(self.trunk(self.embed(pixels)), self.last))
+
+    def maps(self, inputs: Iterable[tuple[int, Tensor]]) -> Tensor:
+        """From what enters each of the blocks from J on, as `inputs` gives it: (B, K, N)."""
+        parts: list[Tensor] = []
+        tail = self.get_buffer("first_tokens")
+        for layer, tail in inputs:
+            share = getattr(self, f"share_{layer}", None)
             if share is not None:
                 block = self.blocks[layer - 1]
                 assert isinstance(block, LeanBlock)
@@ -254,18 +264,28 @@ class Text(_TextTower):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """int64 (B, L) -> (B, D)."""
-        x, length = self.embed(tokens), tokens.shape[1]
-        bias = self.causal_bias(length)
+        bias = self.causal_bias(tokens.shape[1])
+        trunk, position = self.trunk(self.embed(tokens), bias), end_of_text(tokens)
+        return self.adapted(trunk, position) if self.extra else self.frozen(trunk, bias, position)
+
+    def trunk(self, x: Tensor, bias: Tensor) -> Tensor:
+        """Blocks 1..J_t-1: (B, L, d) -> (B, L, d)."""
         for block in self.blocks[: self.first - 1]:
             x = block(x, bias)
-        position = end_of_text(tokens)
-        if self.extra == 0:
-            for block in self.blocks[self.first - 1 : -1]:
-                x = block(x, bias)
-            return self.feature(x, bias, position)
-        learned = self.get_buffer("first_tokens").expand(x.shape[0], -1, -1)
-        x = torch.cat([x[:, :1], learned, x[:, 1:]], dim=1)
-        bias = self.causal_bias(length + self.extra)
+        return x
+
+    def frozen(self, trunk: Tensor, bias: Tensor, position: Tensor) -> Tensor:
+        """Blocks J_t..L_t without learned tokens: (B, L, d), (L, L), int64 (B,) -> (B, D)."""
+        x = trunk
+        for block in self.blocks[self.first - 1 : -1]:
+            x = block(x, bias)
+        return self.feature(x, bias, position)
+
+    def adapted(self, trunk: Tensor, position: Tensor) -> Tensor:
+        """Blocks J_t..L_t with them: (B, L, d), int64 (B,) -> (B, D)."""
+        learned = self.get_buffer("first_tokens").expand(trunk.shape[0], -1, -1)
+        x = torch.cat([trunk[:, :1], learned, trunk[:, 1:]], dim=1)
+        bias = self.causal_bias(trunk.shape[1] + self.extra)
         for block in self.blocks[self.first - 1 : -1]:
             y = block(x, bias)
             learned = self.get_buffer("mixed_in") + self.keep * y[:, 1 : 1 + self.extra]
@@ -287,27 +307,36 @@ class Fusion(nn.Module):
         return contributions.sum(-1), contributions
 
 
-class Classifier(nn.Module):
-    """Graph classifier: pixels to fused logits over fixed classes, whose features are folded into one constant.
+class ClassHead(nn.Module):
+    """Features to fused logits over fixed classes, whose features are folded into one constant.
 
     The fused feature tau * sum_k alpha_k f_k is formed first, so its product with the classes is one matrix product.
     """
 
-    def __init__(self, model: DearModel, class_features: Tensor, *, fused: bool) -> None:
+    def __init__(self, model: DearModel, class_features: Tensor) -> None:
         super().__init__()
-        self.image = Image(model, fused=fused)
         weights = model.fusion.tau * model.fusion.alpha.detach()
         self.register_buffer("cls_weight", weights[0] * torch.ones(1))
         self.register_buffer("attribute_weights", weights[1:].unsqueeze(-1).clone())
         self.register_buffer("class_weights", class_features.detach().t().contiguous())
 
+    def forward(self, cls: Tensor, attributes: Tensor) -> Tensor:
+        """(B, D), (B, K, D) -> (B, C)."""
+        weighted = (attributes * self.get_buffer("attribute_weights")).sum(1)
+        return (cls * self.get_buffer("cls_weight") + weighted) @ self.get_buffer("class_weights")
+
+
+class Classifier(nn.Module):
+    """Graph classifier: pixels to fused logits over fixed classes."""
+
+    def __init__(self, model: DearModel, class_features: Tensor, *, fused: bool) -> None:
+        super().__init__()
+        self.image, self.head = Image(model, fused=fused), ClassHead(model, class_features)
+
     def forward(self, pixels: Tensor) -> Tensor:
         """(B, 3, S, S) -> (B, C)."""
-        cls, attributes = self.image(pixels)
-        feature = cls * self.get_buffer("cls_weight") + (
-            attributes * self.get_buffer("attribute_weights")
-        ).sum(1)
-        return feature @ self.get_buffer("class_weights")
+        logits: Tensor = self.head(*self.image(pixels))
+        return logits
 
 
 def wrap(model: DearModel, class_features: Tensor, *, fused: bool) -> dict[str, nn.Module]:

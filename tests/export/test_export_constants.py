@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnx_ir as ir
+import onnxruntime
 import pytest
 import torch
 from onnx import numpy_helper
@@ -48,9 +49,18 @@ def test_one_mask_for_each_masked_block(
     dear = replace(exported[0].manifest.dear, first_block=1, mask=variant)
     roles = dealt(1, dear.attributes, open_block=2)
     model = DearModel(Clip(tiny_clip_config), roles, dear).eval()
-    monkeypatch.setattr("export.to_onnx.ALL_GRAPHS", {"image": ALL_GRAPHS["image"]})
+    name = "image" if variant == "paper" else "joint"
+    monkeypatch.setattr("export.to_onnx.ALL_GRAPHS", {name: ALL_GRAPHS[name]})
     export_graphs(model, torch.zeros(1, 24), tmp_path, opset=20, metadata={"dear.mask": variant})
-    graph = onnx.load(tmp_path / "image.onnx")
+    graph = onnx.load(tmp_path / f"{name}.onnx")
+    if variant == "one-way":  # CLS sees no attribute token: its feature is the frozen one
+        pixels = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+        run = onnxruntime.InferenceSession(str(tmp_path / "joint.onnx")).run
+        frozen, cls, attributes = run(None, {"pixels": pixels.numpy()})
+        np.testing.assert_array_equal(frozen, cls)
+        with torch.inference_mode():
+            np.testing.assert_allclose(frozen, model.zero_shot_image(pixels), atol=1e-5)
+            np.testing.assert_allclose(attributes, model.image_features(pixels)[1], atol=1e-5)
     assert {p.key: p.value for p in graph.metadata_props}["dear.mask"] == variant
     masks = {
         int(t.name.rpartition("_")[2]): numpy_helper.to_array(t)
