@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from dear_serve.errors import DearError
+from dear_serve.runtime.batching import deadline
 from dear_serve.runtime.predict import Predictor
 
 from .errors import ApiError
@@ -128,10 +129,13 @@ class Models:
             before = old.predictor.bundle.sha256
             if self._reopen is None:
                 raise ApiError("this server cannot reload", code="reload_failed")
+            hurry = deadline.set(None)  # opening takes as long as it takes, whether or not the caller waits
             try:
                 predictor = self._reopen(old.name)
             except DearError as error:
                 raise self._failed(error.message) from error
+            finally:
+                deadline.reset(hurry)
             if self.gallery is not None and self.gallery_model == old.name:
                 after = predictor.bundle.sha256
                 if after != self.gallery.spec.bundle_sha256:

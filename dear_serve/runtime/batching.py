@@ -167,17 +167,14 @@ class Batcher:
         while batch := self._next():
             start = perf_counter()
             try:
-                results = batch[0].run(_joined(batch))
-            except Exception as error:  # whoever asked must hear of it, whatever it is
+                answers = _parted(batch[0].run(_joined(batch)), batch)
+                self._observe(batch, start)
+            except Exception as error:  # whoever asked must hear of it, whatever it is, and the thread goes on
                 for job in batch:
                     job.answer.set_exception(error)
                 continue
-            self._observe(batch, start)
-            first = 0
-            for job in batch:
-                rows = slice(first, first + len(job.rows))
-                job.answer.set_result(tuple(array[rows] for array in results))
-                first = rows.stop
+            for job, answer in zip(batch, answers, strict=True):
+                job.answer.set_result(answer)
 
     def _next(self) -> list[_Job]:
         """The jobs of the next run, waited for; none when the batcher is closed and everything is answered."""
@@ -217,6 +214,16 @@ class Batcher:
 
 def _joined(batch: list[_Job]) -> Rows:
     return batch[0].rows if len(batch) == 1 else np.concatenate([job.rows for job in batch])
+
+
+def _parted(results: tuple[Float32, ...], batch: list[_Job]) -> list[tuple[Float32, ...]]:
+    """Each job's rows of the results."""
+    parts, first = [], 0
+    for job in batch:
+        rows = slice(first, first + len(job.rows))
+        parts.append(tuple(array[rows] for array in results))
+        first = rows.stop
+    return parts
 
 
 def _wanted(job: _Job) -> bool:
