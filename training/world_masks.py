@@ -53,7 +53,7 @@ def _arc(radius: float, start: float, stop: float, center: tuple[float, float], 
 def _star() -> Points:
     corners: Points = []
     for i in range(10):
-        radius = 0.5 if i % 2 == 0 else 0.265
+        radius = 0.5 if i % 2 == 0 else 0.31
         angle = math.radians(-90 + 36 * i)
         corners.append((radius * math.cos(angle), radius * math.sin(angle)))
     return corners
@@ -142,7 +142,7 @@ def _texture(name: str, rng: np.random.Generator) -> np.ndarray:
         distance = np.hypot(u - np.floor(u) - 0.5, v - np.floor(v) - 0.5) * period
         field = np.clip(2.3 - distance, 0, 1)
     elif name == "checkered":
-        period = rng.uniform(8.0, 10.0)
+        period = rng.uniform(7.0, 8.5)
         product = np.sin(2 * math.pi * (x + dx) / period) * np.sin(2 * math.pi * (y + dy) / period)
         field = np.clip(0.5 + 4 * product, 0, 1)
     elif name == "zigzag":
