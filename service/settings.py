@@ -76,6 +76,9 @@ class Settings:
     """`DEAR_ENGINE`."""
     threads: int | None = None
     """`DEAR_THREADS`, of the engine; without it the engine's own choice."""
+    providers: tuple[str, ...] = ()
+    """`DEAR_PROVIDERS`: where the engine may run, by preference, with commas between: "tensorrt,cuda,cpu" for ONNX
+    Runtime, one device such as "cuda:0" for torch. Without it CUDA where ONNX Runtime has it, else the CPU."""
     batch: int | None = None
     """`DEAR_BATCH`: pictures of several requests that the engine runs at once; without it 16 on a CPU, 64 on a GPU."""
     decoders: int | None = None
@@ -106,6 +109,7 @@ class Settings:
             gallery=Path(gallery) if gallery else None,
             engine=cast("Literal['onnx', 'torch', 'fake']", _choice(values, "DEAR_ENGINE", _ENGINES)),
             threads=_whole(values, "DEAR_THREADS"),
+            providers=tuple(filter(None, (p.strip() for p in values.get("DEAR_PROVIDERS", "").split(",")))),
             batch=_whole(values, "DEAR_BATCH"),
             decoders=_whole(values, "DEAR_DECODERS"),
             workers=_whole(values, "DEAR_WORKERS") or cls.workers,

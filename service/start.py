@@ -101,7 +101,7 @@ def _open(settings: Settings, name: str, batcher: Batcher) -> Predictor:
     limits = ImageLimits(max_bytes=settings.limits.picture_bytes, max_pixels=settings.limits.pixels)
     return Predictor(
         bundle,
-        open_engine(bundle, settings.engine, threads=settings.threads),
+        open_engine(bundle, settings.engine, threads=settings.threads, providers=settings.providers or None),
         limits=limits,
         decode_threads=settings.decoders,
         batcher=batcher,

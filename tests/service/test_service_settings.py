@@ -35,6 +35,7 @@ def test_everything_can_be_set():
             "DEAR_GALLERY": "g",
             "DEAR_ENGINE": "fake",
             "DEAR_THREADS": "3",
+            "DEAR_PROVIDERS": "tensorrt, cuda,cpu",
             "DEAR_WORKERS": "5",
             "DEAR_API_KEY": "secret",
             "DEAR_MAX_IMAGES": "7",
@@ -47,6 +48,7 @@ def test_everything_can_be_set():
         3,
         5,
     )
+    assert settings.providers == ("tensorrt", "cuda", "cpu")
     assert (settings.limits.images, settings.limits.read_seconds) == (7, 1.5)
     assert settings.bundles == {"b": Path("b"), "p": Path("runs/p"), "pets": Path("runs/q")}
     assert (settings.batch, settings.decoders, settings.log) == (8, 2, "json")
