@@ -44,7 +44,8 @@ __all__ = [
 
 DEFAULT_OPSET = 23
 PORTABLE_OPSET = 20
-"""Attention as matrix products and a softmax: for ONNX Runtime before 1.23 and TensorRT before 10.14."""
+"""Attention as matrix products and a softmax: for ONNX Runtime before 1.23, and for TensorRT, whose parser takes
+Attention with four axes only (`export.check_trt`)."""
 OPSETS = range(18, 24)
 """18 is the first that torch's exporter writes; from `FUSED_OPSET` on attention is one Attention operator."""
 FUSED_OPSET = 23
