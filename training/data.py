@@ -71,6 +71,7 @@ def make_task(
     tests, sources = test_splits(data, protocol, check, targets=targets)
     names = data.class_names[:base]
     _check_covered(data, names, train, tests)
+    others = tuple(sources)[1:] if targets else ()
     problems = (
         *_draw_notes(data, names, (train, val), shots, check),
         *_split_notes(data, (train, val), targets, check),
@@ -82,8 +83,8 @@ def make_task(
         tests=tests,
         problems=problems,
         notes=(*problems, *(note for found in (data, *targets) if (note := order_note(found)))),
-        templates={name: source.templates for name, source in sources.items() if source.templates},
-        targets=tuple(sources)[1:] if targets else (),
+        templates={name: sources[name].templates for name in others if sources[name].templates},
+        targets=others,
     )
 
 

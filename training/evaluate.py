@@ -77,14 +77,15 @@ def _tasks(args: argparse.Namespace, bundle: Bundle) -> list[tuple[str, Task]]:
     sets = [open_data(name, args.root, target=apart)[0] for name in args.data]
     if apart:
         return [(", ".join(args.data), _joined(sets, args.protocol, check, bundle))]
-    if args.baselines:
-        options = {"protocol": args.protocol, "shots": args.shots, "seed": args.seed, "check": check}
-        return [(name, make_task(data, **options)) for name, data in zip(args.data, sets, strict=True)]
     tasks = []
     for name, data in zip(args.data, sets, strict=True):
-        tests, sources = test_splits(data, args.protocol, check)
-        own = {split: found.templates for split, found in sources.items() if found.templates}
-        tasks.append((name, Task(class_names=data.class_names, train=(), tests=tests, templates=own)))
+        if args.baselines:
+            task = make_task(data, protocol=args.protocol, shots=args.shots, seed=args.seed, check=check)
+        else:
+            tests, _ = test_splits(data, args.protocol, check)
+            task = Task(class_names=data.class_names, train=(), tests=tests)
+        own = dict.fromkeys(task.tests, data.templates) if data.templates else {}
+        tasks.append((name, replace(task, templates=own)))
     return tasks
 
 

@@ -57,7 +57,7 @@ class Task:
     val: tuple[Item, ...] = ()
     """Validation pictures of the trained classes, where there are any: what may be chosen, is chosen on these."""
     templates: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Templates of test splits that do not use the run's."""
+    """Templates of test splits that do not use the run's: other data sets with some of their own."""
     targets: tuple[str, ...] = ()
     """The test splits that are other data sets: those an average is taken over."""
 

@@ -76,6 +76,27 @@ def test_a_recipe_by_name(pets):
     assert "linear probe" in (pets / "t.html").read_text()
 
 
+def test_a_template_of_the_command_line_goes_over_the_recipes(data_root, quick, tmp_path):
+    args = [
+        "oxford_pets",
+        "--root",
+        str(data_root),
+        *quick,
+        "--template",
+        "the {}",
+        "--json",
+        str(tmp_path / "r.json"),
+    ]
+    assert main([*args, "--out", str(tmp_path / "b"), "--baselines"]) == 0
+    (table,) = json.loads((tmp_path / "r.json").read_text())
+    assert table["rows"]["zero_shot"] == table["rows"]["zero_shot_single"]
+    again = [str(tmp_path / "b"), "oxford_pets", "--root", str(data_root), "--protocol", "base-to-novel"]
+    assert evaluate.main([*again, "--template", "the {}", "--json", str(tmp_path / "e.json")]) == 0
+    (found,) = json.loads((tmp_path / "e.json").read_text())
+    for row in ("zero_shot", "adapted"):
+        assert found["rows"][row]["hm"]["mean"] == pytest.approx(table["rows"][row]["hm"]["mean"])
+
+
 def test_evaluate_gives_the_same_rows(pets, data_root, tmp_path, capsys):
     args = [str(pets / "bundle"), "oxford_pets", "--root", str(data_root), "--protocol", "base-to-novel"]
     file = tmp_path / "e.json"
