@@ -131,8 +131,8 @@ def test_every_glyph_is_drawn_and_near_the_same_size() -> None:
     bank = glyph_bank(ICONS[::6])
     ink = bank[:, 1, 2] > 128
     longest = np.maximum(ink.any(axis=1).sum(axis=1), ink.any(axis=2).sum(axis=1))
-    assert longest.min() >= 19
-    assert longest.max() <= 25
+    assert longest.min() >= 16  # icons of 18 pixels
+    assert longest.max() <= 22
     assert not bank[..., 0, :].any()
     assert not bank[..., :, -1].any()
 
