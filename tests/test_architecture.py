@@ -18,7 +18,8 @@ PACKAGES = ("dear_serve", "training", "export", "service")
 ORDER = (
     ("errors",), ("command",), ("config",), ("io_spec",), ("preprocess",), ("tokenizer",), ("backbone",), ("dear",),
     ("labels",), ("readout",), ("atomic", "manifest", "bundle"), ("runtime",), ("gallery",),
-    ("launch", "bento", "doctor", "demo"), ("cli",),
+    ("launch", "bento", "doctor", "demo"), ("cli_gallery",),
+    ("cli",),
 )  # fmt: skip
 HEAVY = ("torch", "torchvision", "open_clip")
 TORCH_FREE = (

@@ -12,7 +12,7 @@ except ImportError as _error:
         "the gallery needs LanceDB: pip install 'lancedb>=0.25' 'pyarrow>=17'"
     ) from _error
 
-from dear_serve.gallery.indexer import IndexReport, content_hash, gallery_spec, index_folder
+from dear_serve.gallery.indexer import IndexReport, content_hash, gallery_spec, index_folder, index_pictures
 from dear_serve.gallery.query import (
     AttributeRequest,
     Invented,
@@ -22,10 +22,13 @@ from dear_serve.gallery.query import (
     parse_attributes,
 )
 from dear_serve.gallery.schema import GallerySpec
+from dear_serve.gallery.sources import FileSource, ParquetSource, open_source
 from dear_serve.gallery.store import Gallery, GalleryStats, Hit, IndexStats, Record
+from dear_serve.gallery.transfer import export_parquet, import_parquet, migrate
 
 __all__ = [
     "AttributeRequest",
+    "FileSource",
     "Gallery",
     "GallerySpec",
     "GalleryStats",
@@ -33,12 +36,18 @@ __all__ = [
     "IndexReport",
     "IndexStats",
     "Invented",
+    "ParquetSource",
     "PhraseAttribute",
     "Query",
     "Record",
     "build_query",
     "content_hash",
+    "export_parquet",
     "gallery_spec",
+    "import_parquet",
     "index_folder",
+    "index_pictures",
+    "migrate",
+    "open_source",
     "parse_attributes",
 ]

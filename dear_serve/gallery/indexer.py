@@ -1,4 +1,4 @@
-"""Puts a folder of pictures into a gallery: decoding in threads, the engine and the writing overlapped."""
+"""Puts many pictures into a gallery: decoding in threads, the engine and the writing overlapped."""
 
 from __future__ import annotations
 
@@ -18,19 +18,15 @@ import numpy as np
 import numpy.typing as npt
 
 from dear_serve.bundle import Bundle
-from dear_serve.errors import DataError, DearError, ImageError, OverloadError
-from dear_serve.gallery.labels_csv import read_labels
-from dear_serve.gallery.schema import GallerySpec, Metadata, check_id, new_kinds
+from dear_serve.errors import DearError, OverloadError
+from dear_serve.gallery.schema import GallerySpec, Metadata, check_id, check_metadata, new_kinds
+from dear_serve.gallery.sources import FileSource, Item, PictureSource
 from dear_serve.gallery.store import Gallery
 from dear_serve.preprocess import DEFAULT_LIMITS, ImageLimits, decode_image, preprocess, thumbnail
 from dear_serve.runtime.base import Engine, Float32, ImageFeatures
 
-__all__ = ["IndexReport", "VectorSource", "content_hash", "gallery_spec", "index_folder"]
+__all__ = ["IndexReport", "VectorSource", "content_hash", "gallery_spec", "index_folder", "index_pictures"]
 
-LABELS = "labels.csv"
-SUFFIXES = frozenset(
-    (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".heic", ".heif")
-)
 # A write is one commit with a few synced files; fewer, larger ones cost less and lose more work to a kill.
 _WRITE = 512
 _MAX_DECODERS = 8
@@ -110,76 +106,49 @@ class _Pending:
         )
 
 
-def _walk(folder: Path) -> list[str]:
-    """Relative POSIX paths of the pictures below `folder`, sorted; hidden files and folders left out."""
-    found = []
-    for root, folders, files in os.walk(folder):
-        folders[:] = [f for f in folders if not f.startswith(".")]
-        here = Path(root)
-        found += [
-            (here / f).relative_to(folder).as_posix()
-            for f in files
-            if Path(f).suffix.lower() in SUFFIXES and not f.startswith(".")
-        ]
-    return sorted(found)
-
-
 class _Preparer:
     """Reads and decodes single pictures; called in several threads."""
 
-    def __init__(
-        self, folder: Path, source: VectorSource, known: Mapping[str, str], labels: Mapping[str, Metadata]
-    ) -> None:
-        self._folder = folder
+    def __init__(self, source: VectorSource, known: Mapping[str, str]) -> None:
         self._config = source.bundle.manifest.preprocess
         self._limits: ImageLimits = DEFAULT_LIMITS
         self._known = known
-        self._labels = labels
 
-    def __call__(self, name: str) -> _Prepared | Bad | None:
+    def __call__(self, item: Item) -> _Prepared | Bad | None:
         """The picture decoded, why it is bad, or None when the gallery has it as it is."""
         try:
-            check_id(name)
-            data = self._read(self._folder / name)
-            metadata = self._labels.get(name, {})
+            check_id(item.id)
+            metadata = check_metadata(item.metadata)
+            data = item.read(self._limits)
             digest = content_hash(data, metadata)
-            if self._known.get(name) == digest:
+            if self._known.get(item.id) == digest:
                 return None
             image = decode_image(data, limits=self._limits)
             return _Prepared(
-                id=name,
+                id=item.id,
                 hash=digest,
                 metadata=metadata,
                 pixels=preprocess(image, self._config),
                 thumbnail=thumbnail(image),
             )
         except DearError as error:
-            return name, error.message
+            return str(item.id), error.message
         except OSError as error:
-            return name, f"cannot be read: {error.strerror}"
-
-    def _read(self, path: Path) -> bytes:
-        """The file's bytes; a pipe or device with a picture's name would never end."""
-        if not path.is_file():
-            raise ImageError("not a file")
-        size = path.stat().st_size
-        if size > self._limits.max_bytes:
-            raise ImageError(f"{size} bytes; at most {self._limits.max_bytes}", code="too_many_bytes")
-        return path.read_bytes()
+            return item.id, f"cannot be read: {error.strerror}"
 
 
 def _ahead(
-    pool: ThreadPoolExecutor, prepare: _Preparer, names: Iterable[str], depth: int
+    pool: ThreadPoolExecutor, prepare: _Preparer, items: Iterable[Item], depth: int
 ) -> Iterator[_Prepared | Bad | None]:
-    """`prepare` of every name, in order, at most `depth` of them decoded or being decoded at once."""
-    rest = iter(names)
+    """`prepare` of every item, in order, at most `depth` of them decoded or being decoded at once."""
+    rest = iter(items)
     waiting: deque[Future[_Prepared | Bad | None]] = deque(
-        pool.submit(prepare, name) for name in islice(rest, depth)
+        pool.submit(prepare, item) for item in islice(rest, depth)
     )
     while waiting:
         result = waiting.popleft().result()
-        for name in islice(rest, 1):
-            waiting.append(pool.submit(prepare, name))
+        for item in islice(rest, 1):
+            waiting.append(pool.submit(prepare, item))
         yield result
 
 
@@ -239,36 +208,54 @@ def index_folder(
     threads: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> IndexReport:
-    """Add the pictures below a folder to a gallery; what is there unchanged is skipped, so a killed run resumes.
+    """Add the pictures below a folder to a gallery; as `index_pictures` with `FileSource.folder`.
 
     Ids are paths relative to the folder, with "/". Metadata comes from the folder's `labels.csv` (see
-    `read_labels`), where there is one. A bad picture is reported and never stops the others.
+    `read_labels`), where there is one. Raises DataError too: no such folder, bad labels.csv.
+    """
+    return index_pictures(
+        source,
+        gallery,
+        FileSource.folder(Path(folder)),
+        batch_size=batch_size,
+        threads=threads,
+        progress=progress,
+    )
+
+
+def index_pictures(
+    source: VectorSource,
+    gallery: Gallery,
+    pictures: PictureSource,
+    *,
+    batch_size: int = 64,
+    threads: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> IndexReport:
+    """Add pictures to a gallery; what is there unchanged is skipped, so a killed run resumes.
+
+    A bad picture is reported and never stops the others.
 
     Args:
         source: the predictor that made, or makes, the gallery's vectors.
+        pictures: see `dear_serve.gallery.sources`.
         batch_size: pictures the engine gets at once.
         threads: decoding threads; default: the CPUs, at most 8.
         progress: called with pictures done and pictures in all, after each picture.
 
-    Raises DataError (no such folder, bad labels.csv), GalleryError (made with another bundle), InputError
-    (bad_metadata: columns of labels.csv against the gallery's).
+    Raises GalleryError (made with another bundle), InputError (bad_metadata: two kinds of values under one key).
     """
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise DataError(f"{folder} is not a folder", field="folder")
     gallery.spec.check_same(gallery_spec(source))
-    labels = read_labels(folder / LABELS) if (folder / LABELS).is_file() else {}
-    new_kinds(labels.values(), gallery.stats().metadata)
-    names = _walk(folder)
-    bad: list[Bad] = [(n, f"{LABELS} names it and it is not there") for n in sorted(set(labels) - set(names))]
+    new_kinds(pictures.labels.values(), gallery.stats().metadata)
+    bad: list[Bad] = list(pictures.missing)
     skipped = 0
     batch: list[_Prepared] = []
-    prepare = _Preparer(folder, source, gallery.hashes(), labels)
+    prepare = _Preparer(source, gallery.hashes())
     workers = threads or min(_MAX_DECODERS, os.cpu_count() or 1)
     with ThreadPoolExecutor(workers, "decode") as decoders, ThreadPoolExecutor(1, "write") as writer:
         embedder = _Embedder(source, gallery, writer)
         try:
-            for done, item in enumerate(_ahead(decoders, prepare, names, 2 * batch_size), start=1):
+            for done, item in enumerate(_ahead(decoders, prepare, pictures, 3 * batch_size), start=1):
                 if item is None:
                     skipped += 1
                 elif isinstance(item, _Prepared):
@@ -279,7 +266,7 @@ def index_folder(
                     embedder.embed(batch)
                     batch = []
                 if progress:
-                    progress(done, len(names))
+                    progress(done, len(pictures))
             embedder.embed(batch)
             embedder.flush()
             embedder.wait()

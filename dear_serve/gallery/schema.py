@@ -84,7 +84,8 @@ class GallerySpec:
     def check_same(self, wanted: GallerySpec) -> None:
         """Raise GalleryError naming both values and the remedy unless `wanted` made this gallery."""
         remedy = (
-            "index the pictures again into a new folder (dear-serve index), or use the bundle that made it"
+            "re-embed it (dear-serve index BUNDLE --gallery GALLERY --migrate), index the pictures again into a new "
+            "folder, or use the bundle that made it"
         )
         for what, mine, other in (
             ("bundle", self.bundle_sha256, wanted.bundle_sha256),

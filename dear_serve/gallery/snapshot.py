@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,6 +119,10 @@ class Snapshot:
         found = (query.where(where) if where else query).to_arrow().to_pylist()
         rows: list[dict[str, Any]] = found
         return rows
+
+    def batches(self) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+        """The table's schema and its rows."""
+        return self._table.schema, iter(self._table.search().to_batches())
 
     def matrix(self, name: str) -> Float32:
         """All rows of one stored vector, (rows, r) float32 of length 1; dead rows hold anything."""

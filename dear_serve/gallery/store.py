@@ -6,7 +6,7 @@ import json
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import islice
@@ -261,6 +261,10 @@ class Gallery:
     def hashes(self) -> dict[str, str]:
         """Content hash of every picture, by id."""
         return {row["id"]: row["hash"] for row in self._latest().select(["id", "hash"])}
+
+    def batches(self) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+        """Every stored column of every picture as it is now, as the table holds it."""
+        return self._latest().batches()
 
     def __len__(self) -> int:
         return len(self._latest())

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from dear_serve.dear.model import DearModel
 
-__all__ = ["MAX_BATCH", "TorchEngine", "load_model"]
+__all__ = ["MAX_BATCH", "TorchEngine", "core_head_features", "load_model"]
 
 MAX_BATCH = 64
 
@@ -59,6 +59,35 @@ def load_model(bundle: Bundle) -> DearModel:
     model = DearModel(base.clip, bundle.roles(), bundle.manifest.dear)
     model.load_adapter_state(_read_adapter(bundle))
     return model.eval()
+
+
+def core_head_features(bundle: Bundle) -> Callable[[Float32], dict[str, Float32]]:
+    """Readout 2 of method.md §8: what the core heads of each attribute add to the frozen class feature (§1.1), summed.
+
+    Returns:
+        A function of pixels (B, 3, S, S) that gives (B, D) float32, of any length, for each attribute with core heads.
+
+    Raises as `load_model`.
+    """
+    torch = _import_torch()
+    model = load_model(bundle)
+    roles = model.roles
+    experts = {name: roles.experts(name) for name in bundle.manifest.dear.attributes}
+
+    def run(pixels: Float32) -> dict[str, Float32]:
+        with torch.inference_mode():
+            heads = model.clip.visual.contributions(
+                torch.from_numpy(pixels), first_block=roles.first_block
+            ).heads
+        return {
+            name: torch.stack([heads[:, layer - roles.first_block, head] for layer, head in chosen])
+            .sum(0)
+            .numpy()
+            for name, chosen in experts.items()
+            if chosen
+        }
+
+    return run
 
 
 class TorchEngine(Engine):
