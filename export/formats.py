@@ -6,11 +6,12 @@ What neither can say is left out and named in the README that is written beside 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+import onnx
 
 from dear_serve.atomic import FolderWriter
 from dear_serve.bundle import Bundle
@@ -30,8 +31,8 @@ Start: tritonserver --model-repository=THIS_FOLDER
 Every model takes and gives what dear_serve's io_spec says: pixels are float32 (B, 3, {size}, {size}) as
 dear_serve.preprocess makes them, tokens int64 as dear_serve.tokenizer does. Left out, because Triton has no model for
 them: reading pictures, tokenizing, labels and templates (tokens -> text or zero_shot_text, averaged over templates and
-normalised), search. A client does those; `dear-serve serve` does all of it. `weights.bin` is one file with several
-names: copy the folder with hard links kept, as `cp -a` and `rsync -aH` do.
+normalised), search. A client does those; `dear-serve serve` does all of it. Every model has weights of its own, as
+Triton shares none between models.
 """
 _OPEN_CLIP_README = """The frozen base of {name}, as open_clip knows it
 Load: open_clip.create_model_and_transforms("local-dir:THIS_FOLDER")
@@ -80,11 +81,11 @@ def _triton(bundle: Bundle, folder: Path) -> None:
         graph, plan = bundle.file(f"onnx/{spec.file}"), report.plans.get(name) if report else None
         version = folder / name / "1"
         if report is not None and plan is not None:
-            _place(bundle.file(f"trt/{plan.file}"), version / "model.plan")
+            version.mkdir(parents=True)
+            shutil.copy2(bundle.file(f"trt/{plan.file}"), version / "model.plan")
             platform, batch = "tensorrt_plan", report.batches[-1]
-        else:  # a graph with its weights in a file of their own is a folder named model.onnx
-            _place(graph, version / "model.onnx" / "model.onnx")
-            _place(bundle.file("onnx/weights.bin"), version / "model.onnx" / "weights.bin")
+        else:
+            _own_weights(graph, version / "model.onnx")
             platform, batch = "onnxruntime_onnx", MAX_BATCH
         text = triton_config(name, spec, sizes, platform=platform, batch=batch)
         (folder / name / "config.pbtxt").write_text(text, encoding="utf-8")
@@ -114,13 +115,15 @@ def _tensor(tensor: TensorSpec, sizes: Mapping[str, int], *, batched: bool) -> s
     return f'{{ name: "{tensor.name}" data_type: {_TRITON_TYPES[tensor.dtype]} dims: [ {dims} ] }}'
 
 
-def _place(source: Path, target: Path) -> None:
-    """Hard link, or a copy where the file system has none."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)
+def _own_weights(graph: Path, folder: Path) -> None:
+    """A graph whose weights are in a file of their own is a folder of the model's name to Triton.
+
+    Copied, not linked to the bundle's: `onnx` refuses weights with several hard links.
+    """
+    folder.mkdir(parents=True)
+    options: dict[str, Any] = {"save_as_external_data": True, "location": "weights.bin"}
+    onnx.save_model(onnx.load(graph), folder / "model.onnx", **options)
+    shutil.copymode(graph, folder / "weights.bin")  # `onnx` lets only the owner read it
 
 
 # --- open_clip --------------------------------------------------------------------------------------

@@ -49,9 +49,12 @@ def test_triton_models_load_and_answer_as_the_bundle(repository: Path, exported)
         np.testing.assert_array_equal(a, b)
 
 
-def test_triton_weights_are_on_disk_once(repository: Path) -> None:
-    places = [repository / name / "1" / "model.onnx" / "weights.bin" for name in ALL_GRAPHS]
-    assert len({path.stat().st_ino for path in places}) == 1
+def test_triton_leaves_the_bundle_alone(repository: Path, exported) -> None:
+    weights = exported[0].file("onnx/weights.bin")
+    assert weights.stat().st_nlink == 1  # `onnx` refuses weights with more
+    placed = [repository / name / "1" / "model.onnx" / "weights.bin" for name in ("image", "text")]
+    assert all(0 < path.stat().st_size < weights.stat().st_size for path in placed)
+    assert {path.stat().st_mode for path in placed} == {weights.stat().st_mode}  # others may read them
 
 
 def test_triton_config_of_a_batched_graph() -> None:
