@@ -123,7 +123,8 @@ def _own_weights(graph: Path, folder: Path) -> None:
     folder.mkdir(parents=True)
     options: dict[str, Any] = {"save_as_external_data": True, "location": "weights.bin"}
     onnx.save_model(onnx.load(graph), folder / "model.onnx", **options)
-    shutil.copymode(graph, folder / "weights.bin")  # `onnx` lets only the owner read it
+    for path in folder.iterdir():
+        shutil.copymode(graph, path)  # `onnx` lets only the owner read weights
 
 
 # --- open_clip --------------------------------------------------------------------------------------
