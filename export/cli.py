@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +25,7 @@ _EXAMPLES = """examples:
   dear-export runs/flowers --images photos/        check on your own pictures
   dear-export runs/flowers --precision int8 --images photos/   for CPUs: smaller and faster, calibrated on photos/
   dear-export runs/flowers --opset 20              for ONNX Runtime before 1.23
+  dear-export runs/flowers --bench                 how fast the graphs are, and which share of the machine that is
   dear-export runs/flowers --trt --batch 1,8,64    TensorRT engines too, for batches 1 to 64, best at 8
   dear-export runs/flowers --check-trt             whether TensorRT would take the graphs that are there; needs no GPU
   dear-export runs/flowers --format triton --out models/       the graphs that are there as a Triton model repository
@@ -69,6 +72,10 @@ def _parser() -> argparse.ArgumentParser:
         help="batches the TensorRT engines take (default: 1,8,64)",
     )
     parser.add_argument(
+        "--bench", action="store_true", help="only time the bundle's graphs: a table, then one JSON line"
+    )
+    parser.add_argument("--threads", type=int, metavar="N", help="of --bench; default: all CPUs")
+    parser.add_argument(
         "--check-trt",
         action="store_true",
         help="only check the bundle's graphs against TensorRT's operator list",
@@ -89,23 +96,52 @@ def _run(arguments: argparse.Namespace) -> None:
         raise MissingDependencyError(
             f'exporting needs {", ".join(missing)}: pip install "dear-serve[train,cpu]"', field=missing[0]
         )
+    if arguments.bench:
+        _bench(arguments)
+        return
     if arguments.check_trt or arguments.format is not None:
         _use_graphs(arguments)
         return
     from export.pipeline import ExportSettings, export_bundle
     from export.to_onnx import PORTABLE_OPSET
-    from export.to_tensorrt import build_engines, parse_batches
+    from export.to_tensorrt import build_engines, parse_batches, require_tensorrt
 
     if arguments.trt and arguments.precision == "int8":
         raise ConfigError("int8 graphs are for CPUs; use --precision fp16 with --trt", field="precision")
     opset = PORTABLE_OPSET if arguments.trt and arguments.opset is None else arguments.opset
     settings = ExportSettings(precision=arguments.precision, opset=opset)
     batches = parse_batches(arguments.batch)
+    if arguments.trt:
+        require_tensorrt()  # before the graphs that are there are replaced
     bundle, report = export_bundle(arguments.bundle, settings, images=arguments.images)
     print(_table(report))
     if arguments.trt:
         build_engines(bundle, batches)
         print(f"TensorRT engines for batches {', '.join(map(str, batches))} are in {bundle.paths.trt}")
+
+
+def _bench(arguments: argparse.Namespace) -> None:
+    """Latency and throughput of the graphs that are there."""
+    from dear_serve.bundle import Bundle
+    from export.bench import bench_bundle
+
+    if arguments.trt or arguments.check_trt or arguments.format is not None:
+        raise ConfigError(
+            "--bench only times graphs; leave out --trt, --check-trt and --format", field="bench"
+        )
+    threads = (os.cpu_count() or 1) if arguments.threads is None else arguments.threads
+    report = bench_bundle(Bundle.open(arguments.bundle), threads=threads)
+    print(
+        f"{report.precision}, {report.provider}, {report.threads} threads; "
+        f"one fp32 matrix product: {report.sgemm:.0f} GFLOP/s"
+    )
+    print(f"{'graph':<17}{'batch':>6}{'ms':>9}{'±':>7}{'rows/s':>10}{'GFLOP/s':>9}{'of product':>12}")
+    for row in report.rows:
+        print(
+            f"{row.graph:<17}{row.batch:>6}{row.milliseconds:>9.2f}{row.spread:>7.2f}{row.per_second:>10.1f}"
+            f"{row.gflops:>9.1f}{row.share:>12.0%}"
+        )
+    print(json.dumps({"bench": "graphs", **report.to_dict()}))
 
 
 def _use_graphs(arguments: argparse.Namespace) -> None:
