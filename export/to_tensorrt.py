@@ -114,7 +114,7 @@ def require_tensorrt() -> tuple[Any, str]:
     if importlib.util.find_spec("tensorrt") is None:
         missing.append("the Python package tensorrt is not installed")
     if gpu is None:
-        missing.append("no NVIDIA GPU can be used here (torch.cuda finds none)")
+        missing.append("no NVIDIA GPU can be used here (its driver finds none)")
     if missing or gpu is None:
         raise MissingDependencyError(
             f"TensorRT engines need a GPU and TensorRT: {' and '.join(missing)}. On a machine with an NVIDIA GPU and "
