@@ -72,7 +72,6 @@ def test_old_tensorrt_is_refused(monkeypatch) -> None:
         require_tensorrt()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU: nothing is missing")
 def test_trt_without_a_gpu_is_exit_3_before_anything_is_exported(copy: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(to_tensorrt, "gpu_name", lambda: None)
     graphs = {p.name: sha256_file(p) for p in (copy / "onnx").iterdir()}
