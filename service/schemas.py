@@ -70,7 +70,6 @@ class ClassifyRequest(Pictures):
         None,
         ge=-1,
         le=1,
-        strict=False,
         description="Lowest fused cosine (logit / logit_scale) of a label that fits. Default: the bundle's, if any.",
     )
     heatmaps: bool = Field(False, description="Also draw where each attribute looks, as PNG.")
@@ -95,7 +94,7 @@ class Negative(BaseModel):
     texts: list[str] | None = None
     images: list[str] | None = Field(None, description="Base64 or data URIs.")
     weight: float = Field(
-        0.5, ge=0, le=2, strict=False, description="Share of the mean cosine with them that is taken off."
+        0.5, ge=0, le=2, description="Share of the mean cosine with them that is taken off."
     )
 
 
@@ -115,7 +114,6 @@ class SearchRequest(Pictures):
         0.0,
         ge=0,
         le=1,
-        strict=False,
         description="0: the best; towards 1: unlike one another. With it, offset + top_k is at most 1,000.",
     )
 
