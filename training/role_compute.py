@@ -25,7 +25,7 @@ from training.phrases import load_phrases
 from training.probe import FolderPictures, ProbePictures, WorldPictures
 from training.role_html import Page
 from training.role_pictures import strongest, thumbnails
-from training.role_report import BaseIdentity, RoleReport, RolesConfig, assign, choose_descriptions
+from training.role_report import BaseIdentity, Naming, RoleReport, RolesConfig, assign, choose_descriptions
 from training.sentences import sentence_encoder, text_features
 from training.stability import Chance, Counts, Stability, against_chance, bootstrap, remembering
 
@@ -54,6 +54,7 @@ class RoleOptions:
     thresholds: tuple[float, float] | None = None
     sentence_encoder: str = "sbert"
     cluster_space: str = ClusterConfig.space
+    cluster_over: Any = ClusterConfig.over
     min_cluster_size: int = ClusterConfig.min_cluster_size
     labelled: Path | None = None
     labelled_count: int = 0
@@ -117,7 +118,9 @@ def _inputs(options: RoleOptions, skipped: Skipped) -> _Inputs:
         rank=options.rank,
         share=options.share,
         thresholds=options.thresholds,
-        clusters=ClusterConfig(space=options.cluster_space, min_cluster_size=options.min_cluster_size),
+        clusters=ClusterConfig(
+            space=options.cluster_space, over=options.cluster_over, min_cluster_size=options.min_cluster_size
+        ),
         phrases=phrases,
     )
     lexicon = Lexicon.load(options.concepts).with_concepts(phrases)
@@ -262,17 +265,17 @@ def _again(
 
     def classify(pictures: Counts | None, descriptions: Counts | None) -> RoleReport:
         rows = np.arange(len(inputs.pool)) if descriptions is None else np.flatnonzero(descriptions)
+        texts = [inputs.pool[i] for i in rows]
         chosen = choose_descriptions(
             outputs,
             whole if pictures is None else outputs.resampled_covariances(pictures),
-            ([inputs.pool[i] for i in rows], features[rows]),
+            (texts, features[rows]),
             inputs.config,
         )
         return assign(
             outputs,
             chosen,
-            encode=inputs.encode,
-            lexicon=inputs.lexicon,
+            naming=Naming(encode=inputs.encode, lexicon=inputs.lexicon, pool=texts),
             base=BaseIdentity(name=inputs.base.name, sha256=inputs.base.sha256),
             config=inputs.config,
         )

@@ -22,6 +22,7 @@ from training.textspan import span_texts
 __all__ = [
     "BaseIdentity",
     "Chosen",
+    "Naming",
     "RoleReport",
     "RolesConfig",
     "assign",
@@ -78,6 +79,17 @@ class BaseIdentity:
 
     name: str
     sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Naming:
+    """How descriptions get their concepts."""
+
+    encode: Encoder
+    """Sentence encoder."""
+    lexicon: Lexicon
+    pool: Sequence[str] = ()
+    """All descriptions, for clusters over the pool."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +185,8 @@ def classify(
         ConfigError: an attribute that the lexicon lacks, or a pool that doesn't fit.
     """
     chosen = choose_descriptions(outputs, outputs.value_covariances(), pool, config)
-    return assign(outputs, chosen, encode=encode, lexicon=lexicon, base=base, config=config)
+    naming = Naming(encode=encode, lexicon=lexicon, pool=pool[0])
+    return assign(outputs, chosen, naming=naming, base=base, config=config)
 
 
 def choose_descriptions(
@@ -216,15 +229,16 @@ def assign(
     outputs: HeadOutputs,
     chosen: Sequence[Chosen],
     *,
-    encode: Encoder,
-    lexicon: Lexicon,
+    naming: Naming,
     base: BaseIdentity,
     config: RolesConfig,
 ) -> RoleReport:
     """Clusters, entropies, thresholds and roles from the heads' descriptions; see `classify`."""
-    lexicon.require(config.attributes)
+    naming.lexicon.require(config.attributes)
     recorded = tuple(dict.fromkeys(d.text for c in chosen for d in c.descriptions))
-    clusters = cluster_descriptions(recorded, encode=encode, lexicon=lexicon, config=config.clusters)
+    clusters = cluster_descriptions(
+        recorded, encode=naming.encode, lexicon=naming.lexicon, config=config.clusters, pool=naming.pool
+    )
     concept_of = dict(zip(recorded, clusters.concepts, strict=True))
     weights = [_weights(c.descriptions, concept_of, config.share) for c in chosen]
     entropies = [concept_entropy(list(w.values())) if w else 0.0 for w in weights]

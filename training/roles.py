@@ -111,6 +111,13 @@ def _add_method(group: argparse._ArgumentGroup) -> None:
     )
     spaces = ("profile", "embedding")
     add("--cluster-space", default=_DEFAULTS.cluster_space, choices=spaces, help="default: %(default)s")
+    over = ("recorded", "pool")
+    add(
+        "--cluster-over",
+        default=_DEFAULTS.cluster_over,
+        choices=over,
+        help="descriptions (default: %(default)s)",
+    )
     add("--min-cluster-size", type=int, default=_DEFAULTS.min_cluster_size, help="default: %(default)s")
 
 

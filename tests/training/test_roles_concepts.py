@@ -22,7 +22,13 @@ from training.concepts import (
     concept_entropy,
     name_clusters,
 )
-from training.descriptions import general_descriptions, load_descriptions, unique, world_descriptions
+from training.descriptions import (
+    general_descriptions,
+    load_descriptions,
+    unique,
+    world_descriptions,
+    world_pool,
+)
 from training.sentences import sentence_encoder, text_features
 
 LEXICON = Lexicon(
@@ -91,6 +97,30 @@ def test_clusters_find_the_concepts_and_keep_noise_apart(space: str) -> None:
     np.testing.assert_array_equal(found.labels, again.labels)
 
 
+def test_clusters_over_the_pool_hold_what_is_too_few_alone() -> None:
+    colors, shapes = ["red", "blue", "green", "pink", "gray"], ["circle", "square", "star", "cross", "arch"]
+    few = ["star", "red", "blue", "green", "pink", "gray"]
+    alone = ClusterConfig(min_cluster_size=4)
+    over = ClusterConfig(min_cluster_size=4, over="pool")
+    pool = [*colors, *shapes]
+    assert (
+        cluster_descriptions(few, encode=encode, lexicon=LEXICON, config=alone, pool=pool).concepts[0]
+        != "shape"
+    )
+    found = cluster_descriptions(few, encode=encode, lexicon=LEXICON, config=over, pool=pool)
+    assert found.concepts == ["shape", *["color"] * 5]
+    assert found.profiles.shape == (6, 2)
+
+
+def test_dear_minis_pool_is_in_its_captions_words() -> None:
+    pool = world_pool()
+    assert len(pool) > 900
+    assert set(pool.values()) == {"color", "shape", "texture", "object", "location"}
+    assert "a star shape" in pool
+    for text in ("something on a star", "a picture of a fern", "the color mint green"):
+        assert text not in pool
+
+
 def test_too_few_descriptions_are_noise() -> None:
     found = cluster_descriptions(["red", "circle"], encode=encode, lexicon=LEXICON)
     assert found.concepts == [NOISE, NOISE]
@@ -136,8 +166,21 @@ def test_broken_lexicons_are_refused(tmp_path: Path, content: str, message: str)
         Lexicon.load(tmp_path / "absent.json")
 
 
+def test_lexicon_with_and_without_concepts() -> None:
+    more = LEXICON.with_concepts({"rust": ["no rust", "much rust"], "color": ["green"]})
+    assert more.concepts == {
+        "color": ("red", "blue", "green"),
+        "shape": ("circle", "square"),
+        "rust": ("no rust", "much rust"),
+    }
+    assert more.carriers == LEXICON.carriers
+    assert list(more.only({"rust", "shape"}).concepts) == ["shape", "rust"]
+    with pytest.raises(ConfigError, match="give phrases for them"):
+        LEXICON.require(("color", "rust"))
+
+
 @pytest.mark.parametrize(
-    "options", [{"space": "x"}, {"method": "x"}, {"min_cluster_size": 1}, {"min_samples": 0}]
+    "options", [{"over": "x"}, {"space": "x"}, {"method": "x"}, {"min_cluster_size": 1}, {"min_samples": 0}]
 )
 def test_wrong_cluster_parameters_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
@@ -153,7 +196,8 @@ def test_clustering_needs_hdbscan(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pools_are_large_unique_and_about_known_concepts() -> None:
     general, world = general_descriptions(), world_descriptions()
     texts = unique([*world, *general])
-    assert len(texts) >= 1500
+    assert len(unique(general)) >= 3000
+    assert not any(len(set(w)) < len(w) for w in (t.lower().split()[-2:] for t in general))
     assert len({t.lower() for t in texts}) == len(texts)
     assert max(len(t.split()) for t in texts) <= 9
     assert not any("{" in t or t != t.strip() for t in texts)
