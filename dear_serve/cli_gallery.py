@@ -58,9 +58,9 @@ def add_gallery_commands(add: Add) -> None:
     )
 
 
-def engine_options(parser: argparse.ArgumentParser) -> None:
+def engine_options(parser: argparse.ArgumentParser, *more: str) -> None:
     """Options that choose an engine."""
-    parser.add_argument("--engine", choices=("onnx", "torch"), default="onnx")
+    parser.add_argument("--engine", choices=("onnx", "torch", *more), default="onnx")
     parser.add_argument("--threads", type=int, help="CPU threads of the engine (default: all)")
 
 
@@ -84,7 +84,11 @@ def _index_options(index: argparse.ArgumentParser) -> None:
     index.add_argument(
         "--bad-list", type=Path, help="write the pictures that could not be added to this file"
     )
-    engine_options(index)
+    engine_options(index, "ray")
+    index.add_argument(
+        "--workers", type=int, default=2, help="of --engine ray, an onnx engine each (%(default)s)"
+    )
+    index.add_argument("--ray-address", help="of a Ray cluster (default: one on this machine)")
 
 
 def _search_options(search: argparse.ArgumentParser) -> None:
@@ -140,11 +144,14 @@ def _index(args: argparse.Namespace) -> int:
         raise InputError(f"--batch-size is {args.batch_size}; at least 1", field="batch_size")
     if args.folder is None and not args.migrate:
         raise InputError("name the pictures: a folder, a .parquet file or a list of paths", field="folder")
-    with (
-        Predictor.open(args.bundle, engine=args.engine, threads=args.threads) as predictor,
-        _progress() as progress,
-    ):
-        report, total = (_migrated if args.migrate else _indexed)(args, predictor, progress)
+    if args.engine == "ray":
+        report, total = _indexed_by_ray(args)
+    else:
+        with (
+            Predictor.open(args.bundle, engine=args.engine, threads=args.threads) as predictor,
+            _progress() as progress,
+        ):
+            report, total = (_migrated if args.migrate else _indexed)(args, predictor, progress)
     print(
         f"{report.added} added, {report.skipped} already there, {len(report.bad)} bad; {total} in {args.gallery}"
     )
@@ -165,6 +172,24 @@ def _indexed(
     gallery = Gallery.open(args.gallery, create_for=gallery_spec(predictor))
     report = index_pictures(predictor, gallery, pictures, batch_size=args.batch_size, progress=progress)
     return report, len(gallery)
+
+
+def _indexed_by_ray(args: argparse.Namespace) -> tuple[IndexReport, int]:
+    from dear_serve.gallery import FileSource, Gallery, open_source
+    from dear_serve.gallery.ray_index import RayOptions, index_with_ray
+
+    files = None if args.migrate else open_source(args.folder)
+    if not isinstance(files, FileSource):
+        raise InputError("--engine ray indexes a folder or a list of paths", field="folder")
+    options = RayOptions(
+        workers=args.workers,
+        threads=args.threads or 1,
+        batch_size=args.batch_size,
+        address=args.ray_address,
+    )
+    with _progress() as progress:
+        report = index_with_ray(args.bundle, args.gallery, files, options=options, progress=progress)
+    return report, len(Gallery.open(args.gallery))
 
 
 def _migrated(

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dear_serve.bundle import Bundle
+from dear_serve.config import PreprocessConfig
 from dear_serve.errors import DearError, OverloadError
 from dear_serve.gallery.schema import GallerySpec, Metadata, check_id, check_metadata, new_kinds
 from dear_serve.gallery.sources import FileSource, Item, PictureSource
@@ -25,7 +26,18 @@ from dear_serve.gallery.store import Gallery
 from dear_serve.preprocess import DEFAULT_LIMITS, ImageLimits, decode_image, preprocess, thumbnail
 from dear_serve.runtime.base import Engine, Float32, ImageFeatures
 
-__all__ = ["IndexReport", "VectorSource", "content_hash", "gallery_spec", "index_folder", "index_pictures"]
+__all__ = [
+    "Bad",
+    "IndexReport",
+    "Prepared",
+    "VectorSource",
+    "content_hash",
+    "gallery_spec",
+    "index_folder",
+    "index_pictures",
+    "prepared",
+    "vectors_of",
+]
 
 # A write is one commit with a few synced files; fewer, larger ones cost less and lose more work to a kill.
 _WRITE = 512
@@ -76,7 +88,7 @@ def content_hash(data: bytes, metadata: Metadata) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Prepared:
+class Prepared:
     """A decoded picture. pixels: (3, S, S) float32."""
 
     id: str
@@ -90,7 +102,7 @@ class _Prepared:
 class _Pending:
     """Embedded pictures that wait to be written."""
 
-    pictures: list[_Prepared] = field(default_factory=list)
+    pictures: list[Prepared] = field(default_factory=list)
     vectors: list[dict[str, Float32]] = field(default_factory=list)
 
     def write(self, gallery: Gallery) -> int:
@@ -106,43 +118,47 @@ class _Pending:
         )
 
 
-class _Preparer:
-    """Reads and decodes single pictures; called in several threads."""
+def prepared(
+    item: Item, config: PreprocessConfig, known: str | None, *, limits: ImageLimits = DEFAULT_LIMITS
+) -> Prepared | Bad | None:
+    """The picture decoded, why it is bad, or None when `known` is its content hash: the gallery has it as it is."""
+    try:
+        check_id(item.id)
+        metadata = check_metadata(item.metadata)
+        data = item.read(limits)
+        digest = content_hash(data, metadata)
+        if known == digest:
+            return None
+        image = decode_image(data, limits=limits)
+        return Prepared(
+            id=item.id,
+            hash=digest,
+            metadata=metadata,
+            pixels=preprocess(image, config),
+            thumbnail=thumbnail(image),
+        )
+    except DearError as error:
+        return str(item.id), error.message
+    except OSError as error:
+        return item.id, f"cannot be read: {error.strerror}"
 
-    def __init__(self, source: VectorSource, known: Mapping[str, str]) -> None:
-        self._config = source.bundle.manifest.preprocess
-        self._limits: ImageLimits = DEFAULT_LIMITS
-        self._known = known
 
-    def __call__(self, item: Item) -> _Prepared | Bad | None:
-        """The picture decoded, why it is bad, or None when the gallery has it as it is."""
-        try:
-            check_id(item.id)
-            metadata = check_metadata(item.metadata)
-            data = item.read(self._limits)
-            digest = content_hash(data, metadata)
-            if self._known.get(item.id) == digest:
-                return None
-            image = decode_image(data, limits=self._limits)
-            return _Prepared(
-                id=item.id,
-                hash=digest,
-                metadata=metadata,
-                pixels=preprocess(image, self._config),
-                thumbnail=thumbnail(image),
-            )
-        except DearError as error:
-            return str(item.id), error.message
-        except OSError as error:
-            return item.id, f"cannot be read: {error.strerror}"
+def vectors_of(source: VectorSource, pixels: Float32) -> tuple[dict[str, Float32], npt.NDArray[np.bool_]]:
+    """Search vectors of pixels (B, 3, S, S) by name, and (B,) which of them can be stored."""
+    vectors = source.readout(source.engine.encode_image(pixels))
+    usable: npt.NDArray[np.bool_] = np.all([_has_direction(rows) for rows in vectors.values()], axis=0)
+    return vectors, usable
 
 
 def _ahead(
-    pool: ThreadPoolExecutor, prepare: _Preparer, items: Iterable[Item], depth: int
-) -> Iterator[_Prepared | Bad | None]:
+    pool: ThreadPoolExecutor,
+    prepare: Callable[[Item], Prepared | Bad | None],
+    items: Iterable[Item],
+    depth: int,
+) -> Iterator[Prepared | Bad | None]:
     """`prepare` of every item, in order, at most `depth` of them decoded or being decoded at once."""
     rest = iter(items)
-    waiting: deque[Future[_Prepared | Bad | None]] = deque(
+    waiting: deque[Future[Prepared | Bad | None]] = deque(
         pool.submit(prepare, item) for item in islice(rest, depth)
     )
     while waiting:
@@ -164,13 +180,11 @@ class _Embedder:
         self.added = 0
         self.bad: list[Bad] = []
 
-    def embed(self, batch: list[_Prepared]) -> None:
+    def embed(self, batch: list[Prepared]) -> None:
         """Embed B pictures and queue them for writing."""
         if not batch:
             return
-        features = self._source.engine.encode_image(np.stack([p.pixels for p in batch]))
-        vectors = self._source.readout(features)
-        usable = np.all([_has_direction(rows) for rows in vectors.values()], axis=0)
+        vectors, usable = vectors_of(self._source, np.stack([p.pixels for p in batch]))
         self.bad += [
             (p.id, "the model gives it no usable vector") for p, u in zip(batch, usable, strict=True) if not u
         ]
@@ -249,8 +263,12 @@ def index_pictures(
     new_kinds(pictures.labels.values(), gallery.stats().metadata)
     bad: list[Bad] = list(pictures.missing)
     skipped = 0
-    batch: list[_Prepared] = []
-    prepare = _Preparer(source, gallery.hashes())
+    batch: list[Prepared] = []
+    known, config = gallery.hashes(), source.bundle.manifest.preprocess
+
+    def prepare(item: Item) -> Prepared | Bad | None:
+        return prepared(item, config, known.get(item.id))
+
     workers = threads or min(_MAX_DECODERS, os.cpu_count() or 1)
     with ThreadPoolExecutor(workers, "decode") as decoders, ThreadPoolExecutor(1, "write") as writer:
         embedder = _Embedder(source, gallery, writer)
@@ -258,7 +276,7 @@ def index_pictures(
             for done, item in enumerate(_ahead(decoders, prepare, pictures, 3 * batch_size), start=1):
                 if item is None:
                     skipped += 1
-                elif isinstance(item, _Prepared):
+                elif isinstance(item, Prepared):
                     batch.append(item)
                 else:
                     bad.append(item)

@@ -204,5 +204,6 @@ def test_commands(tmp_path, tiny_bundle, folder, capsys):
     assert cli.main(["index", bundle, "--gallery", gallery, "--migrate", *engine]) == 0
     assert "0 added, 5 already there" in capsys.readouterr().out
     assert cli.main(["gallery", "export", gallery]) == 2
+    assert cli.main(["index", bundle, file, "--gallery", gallery, "--engine", "ray"]) == 2
     assert cli.main(["index", bundle, "--gallery", gallery, *engine]) == 2
     assert cli.main(["index", bundle, file, "--gallery", gallery, "--migrate", *engine]) == 2
