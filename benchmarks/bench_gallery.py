@@ -39,8 +39,10 @@ NEAREST = 10
 def clustered(rows: int, width: int, rng: np.random.Generator, centers: np.ndarray) -> np.ndarray:
     """(rows, width) float32 of length 1: a random center plus noise of the same length."""
     values = rng.standard_normal((rows, width), dtype=np.float32)
-    values += centers[rng.integers(0, len(centers), rows)]
-    values /= np.linalg.norm(values, axis=1, keepdims=True)
+    for first in range(0, rows, 50_000):
+        part = values[first : first + 50_000]
+        part += centers[rng.integers(0, len(centers), len(part))]
+        part /= np.linalg.norm(part, axis=1, keepdims=True)
     return values
 
 
