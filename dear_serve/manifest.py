@@ -136,7 +136,7 @@ class Calibration(StrictConfig):
     ece_before: float
     """Expected calibration error at temperature 1, 0 to 1."""
     ece_after: float
-    """At temperatures fitted on the other half of the pictures."""
+    """Of each tenth of the pictures at a temperature fitted on the others."""
     pictures: int
     source: str
     """Where the pictures are from: "val", or "train" for those that no step of training saw."""

@@ -159,7 +159,7 @@ def _calibration(found: Calibration | None) -> str:
     return (
         f"<h2>Calibration</h2><table>{cells}</table>"
         f'<p class="note">On {found.pictures} pictures {where}; the error after and the accuracy are those of each '
-        "half under what the other half gave.</p>"
+        "tenth under what the others gave.</p>"
     )
 
 

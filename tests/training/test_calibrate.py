@@ -73,6 +73,14 @@ def test_calibration_is_better_after_on_pictures_it_was_not_fitted_on():
     assert (found.pictures, found.source) == (4000, "val")
 
 
+def test_a_temperature_that_does_not_help_elsewhere_is_not_kept():
+    """Calibrated already, and few pictures: what is fitted is chance."""
+    logits, labels = drawn(1.0, count=40)
+    found = calibrate(logits, labels, logit_scale=10.0, source="val")
+    assert fit_temperature(logits, labels) != 1.0
+    assert (found.temperature, found.ece_after) == (1.0, found.ece_before)
+
+
 def test_the_threshold_parts_pictures_with_their_class_from_those_without():
     rng = np.random.default_rng(1)
     labels = rng.integers(0, 4, 200)
@@ -184,5 +192,6 @@ def test_a_run_calibrates_its_bundle_and_says_so_in_the_report(train_set, tmp_pa
     ]
     towers = EngineTowers(open_engine(bundle, "torch"), bundle)
     logits, labels = validation_logits(towers, texts, val, preprocess=bundle.manifest.preprocess)
-    assert fit_temperature(logits, labels) == pytest.approx(found.temperature, rel=1e-3)
-    assert calibration_error(logits, labels) == pytest.approx(found.ece_before, abs=1e-4)
+    again = calibrate(logits, labels, towers.logit_scale, "val")
+    for name in ("temperature", "threshold", "threshold_accuracy", "ece_before", "ece_after"):
+        assert getattr(again, name) == pytest.approx(getattr(found, name), abs=1e-4), name
