@@ -67,14 +67,37 @@ class Attention(nn.Module):
 
     def mix_values(self, x: Tensor, mask: Tensor | None = None, queries: Tensor | None = None) -> Tensor:
         """Each head's attention-weighted values before the output projection, (B, H, M, e); see `forward`."""
+        if queries is not None and self.heads * queries.shape[1] < x.shape[-1]:
+            return self._mix_for_few(x, mask, queries)
         q, k, v = self.project(x, queries)
         if x.device.type == "cpu" and torch.is_grad_enabled() and q.requires_grad:
             # torch's fused CPU attention has a slow backward (2.3 times the step of a 6-block tower, torch 2.14).
             scores = (q * self.head_width**-0.5) @ k.transpose(-1, -2)
             if mask is not None:
-                scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+                scores.masked_fill_(~mask, torch.finfo(scores.dtype).min)
             return scores.softmax(-1, dtype=scores.dtype) @ v
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    def _mix_for_few(self, x: Tensor, mask: Tensor | None, queries: Tensor) -> Tensor:
+        """`mix_values` for queries so few that no key or value is computed.
+
+        q.(W x + b) is (W^T q).x and the same number for every key, which a softmax does not see; the weights sum to 1,
+        so the mixed values are W times the mixed tokens, plus b. That is H M products with a token instead of 2 d.
+        """
+        batch, count, d = queries.shape
+        heads = (self.heads, self.head_width)
+        weight_q, weight_k, weight_v = self.in_proj.weight.split(d)
+        bias_q, _, bias_v = self.in_proj.bias.split(d)
+        q = F.linear(queries, weight_q, bias_q).unflatten(-1, heads) * self.head_width**-0.5  # (B, M, H, e)
+        asked = q.permute(2, 0, 1, 3).flatten(1, 2) @ weight_k.unflatten(0, heads)  # (H, B M, d)
+        asked = asked.unflatten(1, (batch, count)).transpose(0, 1).flatten(1, 2)  # (B, H M, d)
+        scores = (asked @ x.transpose(1, 2)).unflatten(1, (self.heads, count))  # (B, H, M, N)
+        if mask is not None:
+            scores.masked_fill_(~mask, torch.finfo(scores.dtype).min)
+        read = scores.softmax(-1, dtype=scores.dtype).flatten(1, 2) @ x  # (B, H M, d)
+        read = read.unflatten(1, (self.heads, count)).transpose(0, 1).flatten(1, 2)  # (H, B M, d)
+        mixed = read @ weight_v.unflatten(0, heads).transpose(1, 2) + bias_v.unflatten(0, heads).unsqueeze(1)
+        return mixed.unflatten(1, (batch, count)).transpose(0, 1)
 
     def project(self, x: Tensor, queries: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (B, H, M, e), keys and values (B, H, N, e); see `forward`."""

@@ -60,3 +60,21 @@ def test_features_with_gradients_are_those_without(tiny_clip_config, variant):
         without = model.image_head(trunk)
     for a, b in zip(model.image_head(trunk), without, strict=True):
         assert (a - b).abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize("count", [1, 3, 8])  # 8 queries in 4 heads are no longer few: width 32
+def test_a_few_queries_get_the_rows_and_gradients_of_the_whole(tiny_clip_config, count):
+    torch.manual_seed(0)
+    block = Clip(tiny_clip_config).requires_grad_(False).visual.blocks[0]
+    torch.nn.init.normal_(block.attention.in_proj.bias)
+    x = torch.randn(2, 20, 32, requires_grad=True)
+    mask = torch.rand(4, 20, 20) < 0.7
+    mask[:, :, 0] = True
+    weights = torch.randn(2, count, 32)
+    expected = block(x, mask)[:, :count]
+    found = block(x, mask[:, :count], x[:, :count])
+    assert (found - expected).abs().max() <= 1e-5
+    wanted, gradient = (torch.autograd.grad((y * weights).sum(), x)[0] for y in (expected, found))
+    assert (gradient - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+    with torch.inference_mode():
+        assert (block(x, mask[:, :count], x[:, :count]) - expected).abs().max() <= 1e-5
