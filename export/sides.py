@@ -103,9 +103,19 @@ def _side(module: nn.Module, like: str, outputs: Sequence[str], cuts: Mapping[st
 def cut(traced: ir.Model, outputs: Sequence[str], spec: GraphSpec) -> ir.Model:
     """The part of a traced side that gives `outputs`, named as `spec` says; weights are shared with it, not copied."""
     graph = ir.convenience.extract(traced.graph, [t.name for t in spec.inputs], outputs)
+    # Its constants come in the order of a set; the same model must give the same bytes.
+    place = {name: i for i, name in enumerate(traced.graph.initializers)}
+    constants = sorted(graph.initializers.values(), key=lambda value: place[str(value.name)])
+    graph.initializers.clear()
+    for value in constants:
+        graph.register_initializer(value)
     for value, tensor in zip(graph.outputs, spec.outputs, strict=True):
         value.name = tensor.name
     graph.name = spec.file.partition(".")[0]
+    # extract() collects constants in a set, whose order changes from run to run; the same model gives the same bytes.
+    places = {name: place for place, name in enumerate(traced.graph.initializers)}
+    for name in sorted(graph.initializers, key=lambda name: places[name]):
+        graph.initializers[name] = graph.initializers.pop(name)
     return ir.Model(graph, ir_version=traced.ir_version)
 
 
