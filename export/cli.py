@@ -176,13 +176,13 @@ def _support(found: Sequence[Support]) -> str:
 def _table(report: ExportReport) -> str:
     """What was written and how it compares with torch."""
     lines = [
-        f"{'graph':<17}{'nodes':>6}{'rows':>7}{'max |Δ|':>10}{'allowed':>10}{'cosine':>11}{'top-1':>8}",
+        f"{'graph':<17}{'traced':>7}{'nodes':>6}{'rows':>7}{'max |Δ|':>10}{'allowed':>10}{'cosine':>11}{'top-1':>8}",
     ]
     for name, parity in report.parity.items():
         cosine = "" if parity.min_cosine is None else f"{parity.min_cosine:.7f}"
         top1 = "" if parity.top1_agreement is None else f"{parity.top1_agreement:.1%}"
         lines.append(
-            f"{name:<17}{report.graphs[name].nodes:>6}{parity.rows:>7}{parity.max_difference:>10.1e}"
+            f"{name:<17}{report.graphs[name].traced:>7}{report.graphs[name].nodes:>6}{parity.rows:>7}{parity.max_difference:>10.1e}"
             f"{parity.tolerance:>10.1e}{cosine:>11}{top1:>8}"
         )
     total = report.weights.size + sum(graph.size for graph in report.graphs.values())

@@ -206,7 +206,8 @@ class OnnxEngine(Engine):
             session = runtime.InferenceSession(str(path), sess_options=options, providers=providers)
         except Exception as error:  # ONNX Runtime's exceptions have no common ancestor below this
             raise BundleError(
-                f"{file} cannot be loaded by ONNX Runtime: {error}; run dear-export again"
+                f"{file} cannot be loaded by ONNX Runtime {runtime.__version__}: {error}; run dear-export again, with "
+                "--opset 20 for a version before 1.23"
             ) from error
         session.disable_fallback()
         running = session.get_providers()[0]
