@@ -62,13 +62,12 @@ def calibrate(logits: Float32, labels: Int64, logit_scale: float, source: str) -
             low[judged] = fit_threshold(logits[~judged], labels[~judged], logit_scale)
     several = logits.shape[1] > 1
     helps = _loss(scaled, labels) < _loss(logits, labels)
-    scaled = scaled if helps else logits
     return Calibration(
         temperature=fit_temperature(logits, labels) if helps else 1.0,
         threshold=fit_threshold(logits, labels, logit_scale) if several else None,
         threshold_accuracy=_threshold_accuracy(logits, labels, logit_scale, low) if several else None,
         ece_before=calibration_error(logits, labels),
-        ece_after=calibration_error(scaled, labels),
+        ece_after=calibration_error(scaled if helps else logits, labels),
         pictures=len(labels),
         source=source,
     )
