@@ -1,13 +1,15 @@
 """How each attribute of a picture is read out for search: the bases of the span readouts (method.md §8).
 
-The basis of an attribute is the right singular vectors of its phrases' centred text features. Where an attribute has so
-many values that their span is nearly the whole joint space ("object"), the spans of the other attributes are removed
-from its phrases first (ours): what is left of the class feature is then what the others do not explain.
+The basis of an attribute is the right singular vectors of its phrases' centred text features, the spans of the other
+attributes removed first (ours): what is left is what no other attribute explains. Precision at 10 on 1,000 rendered
+pictures, without and with: by texture 87 and 87 for texture, 38 and 13 for shape (chance 10); by shape 100 and 100 for
+shape, 30 and 19 for texture (chance 17). "object" has so many values that its span is nearly the whole joint space, and
+needs it; any other attribute that would lose more than half of its variance keeps its span as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -18,6 +20,7 @@ from training.phrases import PHRASES, REMAINDERS
 
 __all__ = ["build_readouts", "span_bases"]
 
+_LEFT = 0.5  # share of an attribute's variance that has to be left once the others' spans are removed
 _EXPLAINED = 0.99  # share of the phrases' variance that a basis keeps; the rest is wording
 
 
@@ -35,15 +38,46 @@ def span_bases(
         own: phrases of attributes of one's own (`Roles.phrases`), which go before those of `PHRASES`. Their spans are
             never removed from another attribute's.
     """
+    return {name: basis for name, (basis, _) in _spans(attributes, encode, own).items()}
+
+
+def _spans(
+    attributes: Sequence[str],
+    encode: Callable[[Sequence[str]], Float32],
+    own: Mapping[str, Sequence[str]] | None,
+) -> dict[str, tuple[Float32, tuple[str, ...]]]:
+    """Basis of each attribute, and the attributes whose spans were removed from it."""
     phrases = {**PHRASES, **(own or {})}
     features = {name: encode(phrases[name]) for name in attributes if name in phrases}
-    bases = {name: _explaining(f, span_basis(f)) for name, f in features.items() if name not in REMAINDERS}
-    removed = [basis for name, basis in bases.items() if name in PHRASES]
-    others = np.concatenate(removed) if removed else None
+    plain = {name: _explaining(f, span_basis(f)) for name, f in features.items() if name not in REMAINDERS}
+    bases: dict[str, tuple[Float32, tuple[str, ...]]] = {}
     for name, f in features.items():
-        if name in REMAINDERS and (others is None or np.linalg.matrix_rank(others) < others.shape[1]):
-            bases[name] = _explaining(f, span_basis(f, without=others))
+        names = _removed_from(name, plain)
+        others = np.concatenate([plain[n] for n in names]) if names else None
+        full = others is not None and np.linalg.matrix_rank(others) >= others.shape[1]
+        left = 1.0 if others is None else 0.0 if full else _left(f, others)
+        if name in REMAINDERS and full:
+            continue
+        if name in REMAINDERS or left >= _LEFT:
+            bases[name] = _explaining(f, span_basis(f, without=others)), names
+        else:
+            bases[name] = plain[name], ()
     return bases
+
+
+def _removed_from(name: str, spans: Iterable[str]) -> tuple[str, ...]:
+    """Attributes whose spans are removed from this one's; own ones are not touched."""
+    if name not in PHRASES:
+        return ()
+    return tuple(n for n in spans if n in PHRASES and n not in REMAINDERS and n != name)
+
+
+def _left(features: Float32, others: Float32) -> float:
+    """Share of the variance of `features` (n, D) outside of the span of `others` (s, D)."""
+    centred = (features - features.mean(axis=0)).astype(np.float64)
+    axes = np.linalg.qr(others.astype(np.float64).T)[0]
+    inside = ((centred @ axes) ** 2).sum()
+    return float(1 - inside / (centred**2).sum())
 
 
 def build_readouts(
@@ -61,15 +95,14 @@ def build_readouts(
         encode: as in `span_bases`.
         own: as in `span_bases`.
     """
-    bases, phrases = span_bases(attributes, encode, own=own), {**PHRASES, **(own or {})}
-    spans = {n: b for n, b in bases.items() if kinds.get(n, "token") == "span"}
-    others = tuple(n for n in bases if n in PHRASES and n not in REMAINDERS)
+    found, phrases = _spans(attributes, encode, own), {**PHRASES, **(own or {})}
+    spans = {n: basis for n, (basis, _) in found.items() if kinds.get(n, "token") == "span"}
     readouts = tuple(
         Readout(
             attribute=name,
             kind="span",
             phrases=tuple(phrases[name]),
-            without=others if name in REMAINDERS else (),
+            without=found[name][1],
         )
         if name in spans
         else Readout(attribute=name, kind="token")

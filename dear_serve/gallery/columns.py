@@ -47,9 +47,13 @@ class Column:
             self._append(rows)
 
     def _append(self, rows: Float32) -> None:
+        if not self._filled:
+            self._buffer = np.ascontiguousarray(rows, dtype=np.float32)
+            self._filled = len(rows)
+            return
         count = self._filled + len(rows)
         if count > len(self._buffer):
-            room = count if not self._filled else max(count, int(_SPARE * len(self._buffer)))
+            room = max(count, int(_SPARE * len(self._buffer)))
             buffer = np.empty((room, self.width), dtype=np.float32)
             buffer[: self._filled] = self._buffer[: self._filled]
             self._buffer = buffer

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from dear_serve.readout import span_basis
+from training import readouts as readouts_module
 from training.phrases import PHRASES, REMAINDERS
 from training.readouts import build_readouts, span_bases
 
@@ -30,6 +32,15 @@ def test_bases_are_narrow_and_object_is_what_the_others_leave():
         assert np.abs(bases["object"] @ bases[name].T).max() < 1e-4
 
 
+def test_attributes_do_not_show_in_one_another_unless_that_leaves_nothing(monkeypatch):
+    bases = span_bases(NAMES, encode)
+    plain = span_basis(encode(PHRASES["texture"]))
+    assert np.abs(bases["shape"] @ plain.T).max() < 0.2  # what 1 % of wording leaves
+    monkeypatch.setitem(readouts_module.PHRASES, "shape", PHRASES["color"])
+    again = span_bases(NAMES, encode)
+    np.testing.assert_allclose(np.abs(again["shape"] @ again["color"].T).max(), 1, atol=1e-4)
+
+
 def test_recorded_readouts_follow_the_choice():
     readouts, bases = build_readouts(
         NAMES, {"color": "span", "object": "span", "rust": "span", "shape": "token"}, encode
@@ -45,7 +56,7 @@ def test_recorded_readouts_follow_the_choice():
     assert set(bases) == {"color", "object"}
     by_name = {r.attribute: r for r in readouts}
     assert by_name["object"].without == ("color", "shape", "texture", "location")
-    assert by_name["color"].without == ()
+    assert by_name["color"].without == ("shape", "texture", "location")
     assert by_name["color"].phrases == PHRASES["color"]
 
 
