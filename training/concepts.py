@@ -139,9 +139,9 @@ class ClusterConfig(StrictConfig):
     """"eom" (excess of mass) or "leaf"."""
     over: Literal["recorded", "pool"] = "recorded"
     """What is clustered: the recorded descriptions, as in the paper, or all they were chosen from (ours). An attribute
-    of few values has few recorded descriptions, too few for a cluster: of 200 that dear-mini's heads record 5 are about
-    texture, one a direction. Over the pool (1,139 phrases, sizes from 8 to 20) the dominant concept of all 16 heads is
-    the attribute that silencing the head costs most; over the recorded ones it is for 13."""
+    of few values has few recorded descriptions, too few for a cluster: of the 200 that dear-mini's heads record 5 are
+    about texture, one a direction. Over the pool (1,135 phrases, sizes 8 to 12) the dominant concept of all 16 heads is
+    the attribute that silencing the head costs most; over the recorded ones it was for 13 on a state shortly before."""
 
     def __post_init__(self) -> None:
         if self.space not in ("profile", "embedding") or self.method not in ("eom", "leaf"):
