@@ -182,6 +182,9 @@ def _node_flops(node: onnx.NodeProto, known: Mapping[str, list[int]]) -> float:
     out = float(np.prod(known.get(node.output[0], [0])))
     if node.op_type == "MatMul":
         return 2.0 * out * known[node.input[0]][-1]
+    if node.op_type == "Gemm":
+        transposed = any(a.name == "transA" and a.i for a in node.attribute)
+        return 2.0 * out * known[node.input[0]][0 if transposed else 1]
     if node.op_type == "Conv":
         return 2.0 * out * float(np.prod(known[node.input[1]][1:]))
     if node.op_type == "Attention":

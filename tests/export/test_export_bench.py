@@ -34,6 +34,17 @@ def test_operations_are_counted(tmp_path: Path) -> None:
     assert graph_flops(tmp_path / "g.onnx", {"x": (3, 5, 6)}) == 3 * (product + attention)
 
 
+@pytest.mark.parametrize(("transposed", "shape"), [(0, (5, 6)), (1, (6, 5))])
+def test_operations_of_gemm(tmp_path: Path, transposed: int, shape: tuple[int, int]) -> None:
+    tensor = helper.make_tensor_value_info
+    weight = helper.make_tensor("w", onnx.TensorProto.FLOAT, [6, 8], [0.0] * 48)
+    nodes = [helper.make_node("Gemm", ["x", "w"], ["y"], transA=transposed)]
+    inputs = [tensor("x", onnx.TensorProto.FLOAT, shape)]
+    graph = helper.make_graph(nodes, "g", inputs, [tensor("y", onnx.TensorProto.FLOAT, [5, 8])], [weight])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)]), tmp_path / "g.onnx")
+    assert graph_flops(tmp_path / "g.onnx", {"x": shape}) == 2 * 5 * 6 * 8
+
+
 def test_operations_of_the_image_tower(exported: Exported) -> None:
     path = exported[0].file("onnx/zero_shot_image.onnx")
     one, four = (graph_flops(path, {"pixels": (batch, 3, 32, 32)}) for batch in (1, 4))
