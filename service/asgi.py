@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -12,24 +11,23 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from .answers import Answers
 from .body import Body, read_body
 from .errors import ApiError
-from .guard import HEADERS, Endpoint, Guard, json_response, no_route
+from .guard import Endpoint, Guard, json_response, no_route
 from .inputs import Inputs
 from .metrics import Metrics
 from .models import Models
 from .openapi import describe
 from .operations import OPERATIONS
+from .pages import page_file
 from .settings import Settings
 from .work import Admission, Workers
 
 __all__ = ["OPERATIONS", "create_asgi_app"]
-
-_PAGE = Path(__file__).parent / "web" / "index.html"
 
 
 def create_asgi_app(models: Models, settings: Settings, *, metrics: Metrics | None = None) -> Starlette:
@@ -87,9 +85,6 @@ class _Endpoints:
             text = await self._workers.run(self._metrics.text)
             return Response(text, media_type=self._metrics.content_type)
 
-        async def page(_: Request) -> Response:
-            return FileResponse(_PAGE, headers=HEADERS, media_type="text/html; charset=utf-8")
-
         async def model(request: Request) -> Response:
             return await self._workers.run(_answered, answers.model, request.query_params.get("model"))
 
@@ -104,7 +99,8 @@ class _Endpoints:
             "model": model,
             "metrics": metrics,
             "docs": docs,
-            "page": page,
+            "page": page_file,
+            "page_file": page_file,
         } | self._gallery(inputs)
 
     def _gallery(self, inputs: Inputs) -> dict[str, Endpoint]:

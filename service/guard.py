@@ -29,12 +29,12 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Content-Security-Policy": (
-        "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+        "default-src 'none'; script-src 'self'; style-src 'self'; "
         "img-src 'self' data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
 }
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_OPEN = frozenset({"page"})
+_OPEN = frozenset({"page", "page_file"})
 
 
 class Guard:

@@ -16,7 +16,7 @@ from .schemas import ErrorAnswer, Request
 __all__ = ["Operation", "describe"]
 
 _REF = "#/components/schemas/{model}"
-_OPEN = ("/", "/livez", "/readyz")
+_OPEN = ("/", "/web/{id}", "/livez", "/readyz")
 
 
 @dataclass(frozen=True, kw_only=True)

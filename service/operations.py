@@ -96,6 +96,9 @@ OPERATIONS = (
     Operation(method="GET", path="/metrics", name="metrics", summary="Prometheus metrics"),
     Operation(method="GET", path="/docs.json", name="docs", summary="This description"),
     Operation(method="GET", path="/", name="page", summary="The page"),
+    Operation(
+        method="GET", path="/web/{id}", name="page_file", summary="A style sheet, script or icon of the page"
+    ),
     Operation(method="GET", path="/livez", name="livez", summary="The process is alive"),
     Operation(method="GET", path="/readyz", name="readyz", summary="The bundles are loaded and warm"),
 )
