@@ -29,7 +29,7 @@ from training.execution import Execution
 from training.loop import Fit, TextSide
 from training.prepare import Prepared, build_model, prepare
 from training.world_data import LABELS, DemoOptions, write_demo
-from training.world_vocab import ATTRIBUTES, VOCABULARY
+from training.world_vocab import ATTRIBUTES, CORE_OBJECTS, OBJECTS, VOCABULARY
 
 __all__ = ["FOLDS", "Bench", "Outcome"]
 
@@ -169,7 +169,8 @@ class Bench:
         )
 
     def _tests(self, task: Task) -> list[_Test]:
-        """Base, novel and all names in the new style; novel names and other attributes in the old one."""
+        """Base, novel and all names in the new style; in the old one novel pictures among novel names, among those of
+        all objects that a task can have, and their other attributes."""
         names, base = self.data.class_names, len(task.class_names)
         new, old = self.data.test, tuple(item for item in self.old.test if item.label >= base)
         truth = _attribute_labels(self.old)
@@ -187,9 +188,12 @@ class Bench:
             "novel": _about(new, names[base:], first=base),
             "all": _about(new, names, trained=base),
         }
+        many = OBJECTS[:CORE_OBJECTS]
+        wide = _Ask(names=many, rows=range(len(old)), labels=[many.index(names[item.label]) for item in old])
+        olds = {"old novel": _about(old, names[base:], first=base), "old wide": wide, **others}
         return [
             _Test(items=new, asks=asks),
-            _Test(items=old, asks={"old novel": _about(old, names[base:], first=base), **others}),
+            _Test(items=old, asks=olds),
         ]
 
     def _run(

@@ -20,6 +20,7 @@ COLUMNS = {
     "hm": "harmonic mean",
     "all": "all names",
     "old novel": "novel, old style",
+    "old wide": "among 120",
     "others": "other attributes",
     "alpha_cls": "α_cls",
     "constant": "constant share",
@@ -51,7 +52,11 @@ class Table:
 
 def figures(scores: Mapping[str, Mapping[str, float]], alpha_cls: float, rule: str) -> dict[str, float]:
     """What the table shows of one training under one way of scoring: see `COLUMNS`, and "TEST: IMAGE x TEXT"."""
-    found = {name: scores[name][rule] for name in ("base", "novel", "all", "old novel") if name in scores}
+    found = {
+        name: scores[name][rule]
+        for name in ("base", "novel", "all", "old novel", "old wide")
+        if name in scores
+    }
     if {"base", "novel"} <= found.keys():
         found["hm"] = harmonic_mean(found["base"], found["novel"])
     if set(OTHERS) <= scores.keys():

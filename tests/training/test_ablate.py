@@ -230,7 +230,7 @@ def test_every_row_has_its_figures(ablation):
     lines = {(line["row"], line["seed"]): line for line in json.loads((out / "table.json").read_text())}
     assert len(lines) == 6 * 2
     zero, dear, fitted = lines["zero-shot", 1], lines["DeAR", 1], lines["fitted", 1]
-    assert {"base", "novel", "hm", "all", "old novel", "others"} <= zero.keys()
+    assert {"base", "novel", "hm", "all", "old novel", "old wide", "others"} <= zero.keys()
     assert 0 < dear["alpha_cls"] < 1
     assert lines["by class", 1]["base"] == dear["base"] == fitted["base"]
     assert 0 <= fitted["factor"] <= 1
