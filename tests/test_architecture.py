@@ -18,6 +18,7 @@ PACKAGES = ("dear_serve", "training", "export", "service")
 ORDER = (
     ("errors",), ("command",), ("config",), ("io_spec",), ("preprocess",), ("tokenizer",), ("backbone",), ("dear",),
     ("labels",), ("readout",), ("atomic", "manifest", "bundle"), ("runtime",), ("gallery",),
+    ("client_answers",), ("client_calls",), ("client",),
     ("launch", "bento", "doctor", "demo"), ("cli_gallery",),
     ("cli",),
 )  # fmt: skip
@@ -27,7 +28,7 @@ TORCH_FREE = (
     "dear_serve.labels", "dear_serve.bundle", "dear_serve.readout", "dear_serve.runtime.onnx_engine",
     "dear_serve.runtime.fake_engine", "dear_serve.runtime.predict", "dear_serve.gallery",
     "dear_serve.gallery.indexer", "dear_serve.dear.roles", "dear_serve.dear.mask", "dear_serve.cli",
-    "dear_serve.launch", "dear_serve.bento", "dear_serve.doctor", "dear_serve.demo",
+    "dear_serve.launch", "dear_serve.bento", "dear_serve.client", "dear_serve.doctor", "dear_serve.demo",
 )  # fmt: skip
 
 

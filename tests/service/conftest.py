@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
+import threading
+import time
 from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
+import uvicorn
 from PIL import Image
 
 from dear_serve.bundle import Bundle
@@ -73,6 +77,28 @@ def picture() -> Callable[..., bytes]:
 def predictor(fake_bundle: Bundle) -> Iterator[Predictor]:
     with Predictor.open(fake_bundle.paths.root, engine="fake") as opened:
         yield opened
+
+
+@contextlib.contextmanager
+def listening(app) -> Iterator[str]:
+    """An application at an address of this machine, for what cannot ask over ASGI."""
+    config = uvicorn.Config(app, port=0, log_level="error", lifespan="off", ws="none", loop="asyncio")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    until = time.monotonic() + 20
+    while not server.started:
+        assert time.monotonic() < until, "the server does not start"
+        time.sleep(0.02)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/"
+    server.should_exit = True
+    thread.join(20)
+
+
+@pytest.fixture(scope="session")
+def listen() -> Callable[..., contextlib.AbstractContextManager[str]]:
+    """`with listen(app) as address`."""
+    return listening
 
 
 @pytest.fixture

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-import uvicorn
 
 from dear_serve.bundle import Bundle
 from dear_serve.gallery import Gallery, gallery_spec
@@ -40,7 +37,7 @@ def screenshots(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(fake_bundle: Bundle, picture, tmp_path_factory) -> Iterator[dict[str, str]]:
+def server(fake_bundle: Bundle, picture, listen, tmp_path_factory) -> Iterator[dict[str, str]]:
     """Addresses of an open server with two bundles and a gallery, and of one with a key."""
     with (
         Predictor.open(fake_bundle.paths.root, engine="fake") as predictor,
@@ -59,25 +56,8 @@ def server(fake_bundle: Bundle, picture, tmp_path_factory) -> Iterator[dict[str,
             "open": create_asgi_app(models, Settings(bundles=bundles, workers=4)),
             "locked": create_asgi_app(models, Settings(bundles=bundles, workers=4, api_key=KEY)),
         }
-        servers = [
-            uvicorn.Server(
-                uvicorn.Config(app, port=0, log_level="error", lifespan="off", ws="none", loop="asyncio")
-            )
-            for app in apps.values()
-        ]
-        threads = [threading.Thread(target=one.run, daemon=True) for one in servers]
-        for thread in threads:
-            thread.start()
-        until = time.monotonic() + 20
-        while not all(one.started for one in servers):
-            assert time.monotonic() < until, "the server does not start"
-            time.sleep(0.02)
-        ports = [one.servers[0].sockets[0].getsockname()[1] for one in servers]
-        yield {name: f"http://127.0.0.1:{port}/" for name, port in zip(apps, ports, strict=True)}
-        for one in servers:
-            one.should_exit = True
-        for thread in threads:
-            thread.join(20)
+        with listen(apps["open"]) as opened, listen(apps["locked"]) as locked:
+            yield {"open": opened, "locked": locked}
         for app in apps.values():
             app.state.close()
 
