@@ -112,18 +112,21 @@ export function dropZone(id, taken) {
   const input = zone.querySelector("input");
   const frame = zone.querySelector(".frame");
   const shown = zone.querySelector(".shown");
+  const invite = zone.querySelector(".invite");
+  const words = [...invite.childNodes];
   const clear = () => {
     if (shown.src) URL.revokeObjectURL(shown.src);
     shown.removeAttribute("src");
     frame.hidden = true;
-    zone.querySelector(".invite").hidden = false;
+    invite.hidden = false;
+    invite.replaceChildren(...words);
   };
   const display = (file) => {
     clear();
     shown.src = URL.createObjectURL(file);
     shown.alt = "Chosen picture: " + file.name;
     frame.hidden = false;
-    zone.querySelector(".invite").hidden = true;
+    invite.hidden = true;
   };
   const take = (file) => { display(file); taken(file); };
   // As large as the zone allows, small pictures too.
@@ -131,7 +134,12 @@ export function dropZone(id, taken) {
     const { naturalWidth: w, naturalHeight: h } = shown;
     shown.style.width = Math.round(w * Math.min(320 / w, (zone.classList.contains("small") ? 130 : 300) / h)) + "px";
   });
-  shown.addEventListener("error", () => { if (shown.src) clear(); });
+  // TIFF and HEIF, which servers can read and browsers cannot show.
+  shown.addEventListener("error", () => {
+    if (!shown.src) return;
+    clear();
+    invite.replaceChildren(make("b", {}, shown.alt), make("br"), "no preview");
+  });
   input.addEventListener("change", () => { if (input.files[0]) take(input.files[0]); input.value = ""; });
   zone.addEventListener("dragover", (event) => { event.preventDefault(); zone.classList.add("over"); });
   zone.addEventListener("dragleave", () => zone.classList.remove("over"));

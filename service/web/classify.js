@@ -18,7 +18,7 @@ const run = runner($("answers"), $("go-classify"));
 export const takePicture = (taken) => zone.take(taken);
 export const picture = () => file;
 
-const percent = (p) => (p > 0 && p < 0.001 ? "< 0.1 %" : (100 * p).toFixed(1) + " %");
+const percent = (p) => (p < 0.001 ? "< 0.1 %" : p > 0.999 ? "> 99.9 %" : (100 * p).toFixed(1) + " %");
 
 // Labels
 function drawLabels() {
@@ -105,7 +105,8 @@ function verdict(zero, adapted) {
   const plain = zero.predictions[0];
   const same = best.label === plain.label;
   const text = adapted.none_of_these ? "Probably none of these" : best.label + ", " + percent(best.probability);
-  const other = same ? "Zero-shot agrees, with " + percent(plain.probability) + "."
+  const other = adapted.none_of_these ? "The nearest is " + best.label + ", and it is not near. Zero-shot says " + plain.label + ", " + percent(plain.probability) + "."
+    : same ? "Zero-shot agrees, with " + percent(plain.probability) + "."
     : "Zero-shot says " + plain.label + ", " + percent(plain.probability) + ".";
   return make("p", { className: "verdict" }, text, make("small", {}, other));
 }
@@ -131,7 +132,7 @@ function classify() {
     try {
       answers = await Promise.all(["zero_shot", "adapted"].map((mode) => ask("classify", form(fields(mode), file), signal)));
     } catch (error) {
-      if (error.name !== "AbortError") $("answers").replaceChildren();
+      if (error.name !== "AbortError") { $("answers").replaceChildren(); $("to-search").hidden = true; }
       throw error;
     }
     temperature = answers[1].temperature;
@@ -164,6 +165,7 @@ async function showMap(name) {
   if (!maps[name] || look !== name) return;
   // The tower sees the centre square of the upright picture.
   const { naturalWidth: w, naturalHeight: h } = zone.shown;
+  if (!w) return; // a format that cannot be shown
   const side = Math.min(w, h);
   Object.assign(heat.style, { left: 50 - 50 * side / w + "%", top: 50 - 50 * side / h + "%", width: 100 * side / w + "%", height: 100 * side / h + "%" });
   heat.src = maps[name];

@@ -8,7 +8,7 @@ let shownSoFar = 0;
 let rerun = 0;
 let classifyThis = () => {};
 
-const zone = dropZone("drop-search", (taken) => { source = { file: taken }; $("text").value = ""; search(); });
+const zone = dropZone("drop-search", (taken) => { source = { file: taken }; $("text").value = ""; search({ jump: true }); });
 const run = runner($("hits"), $("go-search"));
 export const takePicture = (taken) => zone.take(taken);
 export function onClassify(action) { classifyThis = action; }
@@ -48,7 +48,7 @@ function preset(name) {
 }
 function again() {
   clearTimeout(rerun);
-  if (source || $("text").value.trim()) rerun = setTimeout(search, 250);
+  if (source || $("text").value.trim()) rerun = setTimeout(() => search(), 250);
 }
 
 // This search, in words
@@ -82,7 +82,7 @@ function moreLike(hit, name) {
   if (hit.thumbnail) zone.display(fileOf(hit.thumbnail, hit.id));
   else zone.clear();
   setWeights({ [name]: 1 });
-  return search();
+  return search({ jump: true });
 }
 function scores(hit) {
   return Object.entries(hit.scores).map(([name, score]) => make("span", {}, name,
@@ -116,7 +116,7 @@ function card(hit) {
 }
 const invitation = () => make("p", { className: "empty" }, "Search by a picture or in words, then move the sliders: alike in color is not alike in shape.");
 
-function search(offset = 0) {
+function search({ offset = 0, jump = false } = {}) {
   clearTimeout(rerun);
   return run("Searching…", async (signal) => {
     const text = $("text").value.trim();
@@ -138,13 +138,15 @@ function search(offset = 0) {
     else $("hits").replaceChildren(...(cards.length ? cards : [make("p", { className: "empty" }, "Nothing found. A filter may leave everything out.")]));
     shownSoFar = offset + cards.length;
     $("more").hidden = cards.length < PAGE;
+    // Not while a slider is moved: it would run away.
+    if (jump && matchMedia("(max-width: 48rem)").matches) $("query").scrollIntoView({ block: "start" });
   });
 }
-$("go-search").addEventListener("click", () => search());
-$("more").addEventListener("click", () => search(shownSoFar));
+$("go-search").addEventListener("click", () => search({ jump: true }));
+$("more").addEventListener("click", () => search({ offset: shownSoFar }));
 // Words replace the picture.
 $("text").addEventListener("input", () => { if ($("text").value && source) { source = null; zone.clear(); } });
-for (const id of ["text", "filter"]) $(id).addEventListener("keydown", (event) => { if (event.key === "Enter") search(); });
+for (const id of ["text", "filter"]) $(id).addEventListener("keydown", (event) => { if (event.key === "Enter") search({ jump: true }); });
 $("diversity").addEventListener("input", (event) => { event.target.previousElementSibling.textContent = Number(event.target.value).toFixed(2); });
 $("diversity").addEventListener("change", again);
 
