@@ -50,7 +50,14 @@ def run_demo(out: Path, *, port: int = 3000, serve: bool = True, quick: bool = F
         (200, ("--seeds", "1", "--epochs", "5")) if quick else (1000, ("--seeds", "1,2,3"))
     )
     task = ("--base", "dear-mini", "--protocol", "base-to-novel", *training, "--out", bundle)
-    _step("render the task: icons in a style that dear-mini never saw", "training.world_data", "demo", data)
+    style = ("--style", "dusk")  # dark with printed icons; dear-mini was trained on light ones
+    _step(
+        "render the task: icons in a style that dear-mini never saw",
+        "training.world_data",
+        "demo",
+        data,
+        *style,
+    )
     _step("render a gallery", "training.world_data", "gallery", pictures, "--count", pictures_count)
     _step("adapt: 16 shots a class, half of the classes kept novel", "training.run", data, *task)
     _step("export to ONNX and compare with torch", "export.cli", bundle, "--images", data / "test")

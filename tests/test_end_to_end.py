@@ -158,8 +158,8 @@ def test_every_batch_from_1_to_64(predictor):
 def test_roles_of_dear_mini_name_experts(demo):
     roles = Bundle.open(demo.root / "bundle").roles()
     experts = {a for a in roles.attributes if roles.experts(a)}
-    assert len(experts) >= 3
-    assert {h.role for h in roles.heads} == {"attribute", "mixed", "generalization"}
+    assert experts == {"color", "shape", "texture", "object", "location"}
+    assert "generalization" in {h.role for h in roles.heads}
 
 
 def test_attribute_search_table(demo, capsys):
