@@ -38,6 +38,17 @@ class _Mounted:
 _mounted = _Mounted()
 
 
+class _LineBreaks:
+    """Passes on what no route of BentoML's takes: its patterns stop at a line break, and an id may hold one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        ours = "\n" in scope.get("path", "") and _mounted.app is not None
+        await (_mounted if ours else self._app)(scope, receive, send)
+
+
 @bentoml.asgi_app(_mounted, path="/")
 @bentoml.service(
     name="dear",
@@ -83,6 +94,9 @@ class DearService:
         """Finish what was accepted, then free the engine."""
         _mounted.app = None
         self._running.close()
+
+
+DearService.add_asgi_middleware(_LineBreaks)  # type: ignore[attr-defined]  # of BentoML's decorator
 
 
 def _stop_server() -> None:

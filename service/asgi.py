@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -40,19 +41,20 @@ def create_asgi_app(models: Models, settings: Settings, *, metrics: Metrics | No
         metrics.engine(name, predictor.engine.info)
         predictor.observer = metrics
     limits = settings.limits
+    register_url_convertor("id", _AnyText())
     workers = Workers(threads=settings.workers, waiting=limits.waiting, seconds=limits.answer_seconds)
     endpoints = _Endpoints(models, settings, metrics, workers).table()
     guard = Guard(settings.api_key, metrics)
     routes = [
         Route(
-            o.path.replace("{id}", "{id:path}"),
+            o.path.replace("{id}", "{id:id}"),
             partial(guard.answer, o, endpoints[o.name]),
             methods=[o.method],
         )
         for o in OPERATIONS
         if o.name in endpoints
     ]
-    # The fixed path first: {id:path} would take it.
+    # The fixed path first: {id:id} would take it.
     routes.sort(key=lambda route: "{" in route.path)
     app = Starlette(
         routes=routes, exception_handlers={HTTPException: no_route}, middleware=_middleware(settings.cors)
@@ -60,6 +62,12 @@ def create_asgi_app(models: Models, settings: Settings, *, metrics: Metrics | No
     app.router.redirect_slashes = False
     app.state.close = workers.close
     return app
+
+
+class _AnyText(PathConvertor):
+    """Starlette's own stops at a line break."""
+
+    regex = r"[\s\S]*"
 
 
 class _Endpoints:

@@ -44,6 +44,16 @@ class _FormParser(MultiPartParser):
     """Starlette's parser, keeping files in memory: the body is bounded, and pictures never touch the disk."""
 
     spool_max_size = 2**62
+    complete = False
+    """Whether the closing boundary was seen; a form that was cut has none."""
+
+    def on_end(self) -> None:
+        self.complete = True
+
+    def close(self) -> None:
+        """Close every file, also of a part without an end, which the form doesn't hold."""
+        for file in self._files_to_close_on_error:
+            file.close()
 
 
 async def read_body(request: Request, ticket: Ticket, limits: Limits) -> Body:
@@ -122,9 +132,11 @@ async def _read_form(request: Request, stream: AsyncGenerator[bytes, None], limi
             "the form cannot be read; send well-formed multipart/form-data", code="bad_form"
         ) from None
     try:
+        if not parser.complete:
+            raise ApiError("the form ends before its closing boundary; send all of it", code="bad_form")
         return _sort_form(form.multi_items())
     finally:
-        await form.close()
+        parser.close()
 
 
 def _sort_form(items: Sequence[tuple[str, str | UploadFile]]) -> Body:

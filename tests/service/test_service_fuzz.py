@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import json
 from pathlib import Path
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -43,3 +45,27 @@ def test_mutated_requests(fuzz, search_client, listen, seed):
 )
 def test_what_counts_as_wrong(fuzz, status, text, seconds, wrong):
     assert fuzz.complaint(fuzz.Attempt("JSON", "POST", "classify"), status, text, seconds) == wrong
+
+
+def test_ids_with_line_breaks_can_be_deleted(search_client, picture):
+    """Found by the 3,000: no route took such a path."""
+    ids = ["shelf\n1", "\nshelf\r\n2\n"]
+    files = [("images", (name, picture(), "image/png")) for name in "ab"]
+    stored = search_client.post("/gallery/add", files=files, data={"ids": json.dumps(ids)})
+    assert stored.json() == {"results": [{"id": i} for i in ids]}
+    for name in ids:
+        answer = search_client.ask("DELETE", "/gallery/" + quote(name, safe=""))
+        assert answer.json() == {"deleted": name}
+    refused = search_client.ask("DELETE", "/label_sets/" + quote("a\nb", safe=""))
+    assert refused.json()["error"]["code"] == "unknown_label_set"
+
+
+def test_a_form_that_was_cut_is_refused(client, picture):
+    """Found by the 3,000: the last picture was left out in silence, and its file left open."""
+    part = b'--x\r\nContent-Disposition: form-data; name="images"; filename="a"\r\n\r\n' + picture() + b"\r\n"
+    for content, status in ((2 * part + b"--x--\r\n", 200), (2 * part, 400), (part + part[:-40], 400)):
+        answer = client.post(
+            "/classify", content=content, headers={"content-type": "multipart/form-data; boundary=x"}
+        )
+        assert answer.status_code == status
+        assert status == 200 or answer.json()["error"]["code"] == "bad_form"
