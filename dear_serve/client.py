@@ -1,7 +1,13 @@
 """Python client of a dear-serve server, `Client` for plain code and `AsyncClient` for asyncio.
 
+    from dear_serve.client import Classify, Client, Search
+
     with Client("http://127.0.0.1:3000") as client:
-        answer = client.classify("rose.jpg", Classify(labels=["rose", "tulip"]))
+        answer = client.classify(["rose.jpg"], Classify(labels=["rose", "tulip"]))
+        best = answer.results[0].predictions[0]
+        print(best.label, best.probability, best.contributions)
+        found = client.search(Search(attributes={"color": 1.0}, top_k=5), images="rose.jpg")
+        print([hit.id for hit in found.results[0]])
 
 Both have the same methods. Each may raise, from the project's error tree and with the server's `code` and `field`:
 InputError and its kinds for what the caller can mend (one bad picture among several stands in its own place instead),

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import re
+import textwrap
 
 import httpx
 import numpy as np
 import pytest
 
+from dear_serve import client as client_module
 from dear_serve.client import AsyncClient, Classify, Client, Retries, Search
 from dear_serve.errors import (
     DearError,
@@ -248,6 +251,19 @@ def test_what_is_sent(connect):
         "negative": {"ids": ["b"]},
         "diversity": 0.2,
     }
+
+
+def test_the_sample_of_the_docstring_runs(search_client, listen, picture, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rose.jpg").write_bytes(picture("red", "JPEG"))
+    (sample,) = re.findall(r"(?:^ {4}.*\n|^\n)+", client_module.__doc__, flags=re.MULTILINE)
+    with listen(search_client.app) as address:
+        with Client(address) as client:
+            client.gallery_add(picture("blue"), "blue.png")
+        exec(textwrap.dedent(sample).replace("http://127.0.0.1:3000", address), {})
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith(("rose ", "tulip "))
+    assert second == "['blue.png']"
 
 
 def test_both_clients_have_the_same_methods():
