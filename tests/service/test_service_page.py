@@ -5,6 +5,7 @@ Screenshots are written to the folder that DEAR_SCREENSHOTS names, else to pytes
 
 from __future__ import annotations
 
+import base64
 import os
 import shutil
 from collections.abc import Iterator
@@ -189,6 +190,35 @@ def test_search_journey(browser, server, screenshots, picture, name, size, schem
     expect(page.locator("#query")).to_contain_text("“something teal”")
     hits.first.get_by_role("button", name="Classify").click()
     expect(page.locator(".adapted .guess").first).to_contain_text("%")
+    tab.close()
+
+
+GIVE = """([data, kind, target]) => {
+  const bytes = Uint8Array.from(atob(data), (c) => c.charCodeAt(0));
+  const given = new DataTransfer();
+  given.items.add(new File([bytes], "given.png", { type: "image/png" }));
+  const init = { bubbles: true, cancelable: true };
+  const event = kind === "paste" ? new ClipboardEvent(kind, { ...init, clipboardData: given })
+    : new DragEvent(kind, { ...init, dataTransfer: given });
+  document.querySelector(target).dispatchEvent(event);
+}"""
+
+
+def test_paste_and_drop(browser, server, picture):
+    tab = Tab(browser, server["open"], viewport=DESK)
+    page, expect = tab.page, playwright.expect
+    data = base64.b64encode(picture("pink")).decode()
+    expect(page.locator("#labels-hint")).to_contain_text("trained classes")
+    page.evaluate(GIVE, [data, "paste", "body"])
+    expect(page.locator(".adapted .guess").first).to_contain_text("%")
+    page.get_by_role("button", name="Find alike in the gallery").click()
+    expect(page.locator(".hit").first).to_contain_text("pink.png")
+    page.evaluate(GIVE, [base64.b64encode(picture("orange")).decode(), "drop", "#drop-search"])
+    expect(page.locator(".hit").first).to_contain_text("orange.png")
+    # The theme is kept over a reload.
+    page.get_by_role("button", name="Color theme").click()
+    page.reload()
+    expect(page.locator("html")).to_have_attribute("data-theme", "light")
     tab.close()
 
 
