@@ -98,7 +98,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             again = killed_and_resumed(args, root / "pictures", root / "killed", count / indexed[-1])
             same = content(again) == content(gallery)
     ratios = [i / e for i, e in zip(indexed, engine, strict=True)]
-    print(f"bare engine {statistics.median(engine):.0f}, indexing {statistics.median(indexed):.0f} pictures/s")
+    print(
+        f"bare engine {statistics.median(engine):.0f}, indexing {statistics.median(indexed):.0f} pictures/s"
+    )
     print(f"ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
     print(f"the same gallery after a kill: {same}")
     summary = {

@@ -180,7 +180,9 @@ class Fit:
                 text=text,
                 frozen_text=self.text.frozen,
                 alpha_cls=self.model.fusion.alpha[0],
-                attributes=self.model.fusion.attribute_side(attributes) if self.config.attribute_reg else None,
+                attributes=self.model.fusion.attribute_side(attributes)
+                if self.config.attribute_reg
+                else None,
             ),
             reg=self.config.reg,
             fusion_reg=self.config.fusion_reg,

@@ -169,7 +169,9 @@ class Batcher:
             try:
                 answers = _parted(batch[0].run(_joined(batch)), batch)
                 self._observe(batch, start)
-            except Exception as error:  # whoever asked must hear of it, whatever it is, and the thread goes on
+            except (
+                Exception
+            ) as error:  # whoever asked must hear of it, whatever it is, and the thread goes on
                 for job in batch:
                     job.answer.set_exception(error)
                 continue

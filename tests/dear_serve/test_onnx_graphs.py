@@ -81,7 +81,9 @@ def test_a_graph_with_the_right_header_that_does_not_load(graphs, fake_bundle, t
     broken = graphs.make("image", graph_sizes(fake_bundle.manifest))
     broken.graph.node[0].op_type = "NoSuchOperator"
     bundle = graphs.export(fake_bundle, tmp_path / "b", replaced={"image": broken})
-    with pytest.raises(BundleError, match=r"image\.onnx cannot be loaded by ONNX Runtime .*: .*NoSuchOperator"):
+    with pytest.raises(
+        BundleError, match=r"image\.onnx cannot be loaded by ONNX Runtime .*: .*NoSuchOperator"
+    ):
         open_engine(bundle, "onnx")
 
 
