@@ -19,11 +19,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
-from dear_serve.errors import OverloadError
+from dear_serve.errors import GalleryError, OverloadError
 from dear_serve.gallery import Gallery, GallerySpec
 from dear_serve.gallery import store as store_module
 
@@ -55,7 +56,8 @@ def after(gallery: Gallery, phase: str) -> None:
     """What is interrupted besides adds."""
     if phase == "index":
         for index in gallery._table.list_indices():
-            gallery._commit(lambda table, name=index.name: table.drop_index(name))
+            with suppress(GalleryError):  # another writer may have dropped it first
+                gallery._commit(lambda table, name=index.name: table.drop_index(name))
         store_module._INDEX_IDS = 1
     if phase != "add":
         gallery.compact()
