@@ -19,7 +19,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -56,8 +55,13 @@ def after(gallery: Gallery, phase: str) -> None:
     """What is interrupted besides adds."""
     if phase == "index":
         for index in gallery._table.list_indices():
-            with suppress(GalleryError):  # another writer may have dropped it first
+            try:
                 gallery._commit(lambda table, name=index.name: table.drop_index(name))
+            except (
+                GalleryError
+            ) as error:  # another writer may have dropped it first; nothing else is let pass
+                if "index not found" not in str(error.__cause__):
+                    raise
         store_module._INDEX_IDS = 1
     if phase != "add":
         gallery.compact()
